@@ -17,7 +17,7 @@ import mini
 from calibration import fit
 from calibration.fit import fitted, line_of
 from calibration.validate import compare, errors, planned, rank_correlation
-from examples.mimo.nemotron_vlm.planner.machine import find_machine
+from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import plan_of
 from examples.mimo.nemotron_vlm.planner.step_time import step_time
@@ -89,6 +89,8 @@ def test_a_fit_is_a_machine_to_plan_for(tmp_path, monkeypatch):
     machine = find_machine(str(file))
     assert asdict(machine) == found["machine"] and len(found["runs"]) == 12
     assert (machine.node_latency, machine.bandwidth(leaves_node=False)) == (1.0, 37.5)
+    for figure in (Machine.latency, Machine.bandwidth):  # one host cannot show the network
+        assert figure(machine, True) == figure(H200, True)
     monkeypatch.setattr(fit, "measure_run", lambda *_: None)
     assert calibrate.main(["fit", str(file)]) == 2
 

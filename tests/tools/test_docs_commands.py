@@ -24,7 +24,6 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-import show_layout
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import PLANNED
 from examples.mimo.nemotron_vlm.loop.dry_run import planned
@@ -152,7 +151,6 @@ class Session:
             "torchrun": self._torchrun,
             "sbatch": self._sbatch,
             **dict.fromkeys(("python", "python3", "tools/python.sh"), self._python),
-            "tools/show_layout.py": self._python,
         }
 
     def run(self, command: Command) -> None:
@@ -201,7 +199,7 @@ class Session:
             assert result.code == 0, result.errors
 
     def _python(self, command: Command) -> None:
-        words = command.words if command.words[0].endswith("_layout.py") else command.words[1:]
+        words = command.words[1:]
         if words[0] == "-":
             exec(compile(command.stdin, "here-document", "exec"), {})
         elif words[0] == "-c":
@@ -232,8 +230,6 @@ class Session:
         self._exists(path)
         if path.endswith(PROGRAM):
             self._train(arguments, ranks)
-        elif path.endswith("show_layout.py"):
-            assert show_layout.main(arguments) == 0
         else:
             self._script(path, arguments)
 

@@ -126,7 +126,7 @@ def test_new_uses_are_compared_with_what_was_kept(tmp_path, path, code, line):
     patchset = PatchSet(REPOSITORY)
     (tmp_path / path).write_text(code)
     patchset.overlay[f"megatron/core/{path}"] = tmp_path / path
-    lines, failed = drift(patchset, None, False)
+    lines, failed = drift(patchset, None)
     assert failed == bool(line), lines
     assert (line or "all names") in "\n".join(lines)
 
@@ -139,5 +139,5 @@ def test_a_changed_function_that_nobody_read_fails(monkeypatch, name):
     notes = kept.read(REPOSITORY)
     (full,) = (known for known in notes if known.endswith(name))
     monkeypatch.setattr(kept, "read", lambda root: {n: t for n, t in notes.items() if n != full})
-    lines, failed = drift(PatchSet(REPOSITORY), None, False)
+    lines, failed = drift(PatchSet(REPOSITORY), None)
     assert (failed, lines) == (1, [f"{full} has changed upstream: read it, note it in {kept.READ}"])

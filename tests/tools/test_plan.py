@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import NON_COLOCATED, PLACEMENTS, Batch, Layout
+from examples.mimo.common.layout import NON_COLOCATED, PLACEMENTS, Batch, Layout, Layouts
 from examples.mimo.common.layout_rules import CHUNKWISE
+from examples.mimo.nemotron_vlm.loop.dry_run import dry_run
 from examples.mimo.nemotron_vlm.loop.dry_run import plan as plan_text
 from examples.mimo.nemotron_vlm.loop.dry_run import planned
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
@@ -22,6 +23,7 @@ from examples.mimo.nemotron_vlm.options.own_options import own_options
 from examples.mimo.nemotron_vlm.planner.inputs import Inputs
 from examples.mimo.nemotron_vlm.planner.machine import find_machine
 from examples.mimo.nemotron_vlm.planner.memory import peak
+from examples.mimo.nemotron_vlm.planner.picture import leaving, modules_of
 from examples.mimo.nemotron_vlm.planner.report import options_of
 from examples.mimo.nemotron_vlm.planner.search import Task, candidates, search
 from megatron.core import cpu_runtime
@@ -154,3 +156,48 @@ class TestProgram:
     def test_refuses_in_one_line(self, line, reason):
         with pytest.raises(UserError, match=reason):
             self.plan(line)
+
+
+class TestPicture:
+    """tests/unit_tests/test_process_groups_config.py compares the groups with brute force."""
+
+    @pytest.mark.parametrize(
+        "layout, gpus_per_node, crossing",
+        [
+            # Two nodes are the two stages: each of the 8 pipelines crosses, nothing else does.
+            (Layout(1, 2, 2, 4, 4, 1), 8, dict(cp=0, dp=0, pp=8, dp_cp=0, ep=0, expt_dp=0)),
+            # A node is half a stage: DP groups 0 2 4 6 and so on cross; EP groups 0-3 do not.
+            (Layout(1, 2, 2, 4, 4, 1), 4, dict(cp=0, dp=4, pp=8, dp_cp=2, ep=0, expt_dp=8)),
+            # TP groups 0-3 of nodes of 3: 0-2|3, 4 5|6 7, 8|9-11, 12-14|15: all four cross.
+            (Layout(4, 1, 1, 4, 4, 1), 3, dict(tp=4, dp=4)),
+        ],
+    )
+    def test_groups_that_leave_a_node_are_counted(
+        self, layout, gpus_per_node, crossing, large_world
+    ):
+        *_, module = modules_of(
+            Layouts((Layout(dp=16, etp=1),), layout, Batch(64, 1, 32)), ["images"]
+        )
+        groups = module.groups
+        assert {axis: len(leaving(groups[axis], gpus_per_node)) for axis in crossing} == crossing
+        for axis, several in groups.items():
+            places = [[module.index(axis)[rank] for rank in group] for group in several]
+            assert places == [list(range(len(group))) for group in several]
+
+    @pytest.mark.parametrize(
+        "ranks, layouts, ending, begin",
+        [
+            (128, "--encoder tp=2 --language tp=2,cp=4,pp=2,ep=8", "png", b"\x89PNG"),
+            (8, "--model tiny-omni --encoder images:tp=2 --encoder sound:dp=8", "svg", b"<?xml"),
+            (8, f"--placement {NON_COLOCATED} --encoder dp=4 --language pp=2", "pdf", b"%PDF"),
+        ],
+    )
+    def test_is_drawn_of_any_layout(self, ranks, layouts, ending, begin, tmp_path):
+        file = tmp_path / f"layout.{ending}"
+        said = dry_run([*layouts.split(), "--data", "mock", "--picture", str(file)], ranks)
+        assert "leave a node" in said and "microbatches" in said
+        assert file.read_bytes().startswith(begin)
+
+    def test_that_cannot_be_written_is_refused(self):
+        with pytest.raises(UserError, match="--picture /nowhere/layout.png: No such file"):
+            dry_run(["--picture", "/nowhere/layout.png"], 8)

@@ -5,6 +5,7 @@
 from argparse import Namespace
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,8 +44,9 @@ from examples.mimo.nemotron_vlm.planner.step_time import (
     estimate,
     step_time,
 )
-from layout_view.bridge import colocated_bridge
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.mimo.bridge.plan import NOBODY, plan_block
+from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.schedule.bubble_plan import Costs, bubble_plan
 from megatron.core.models.mimo.setup.module_groups import make_grid, make_modules
@@ -197,15 +199,33 @@ class TestCommunication:
     )
     def test_the_bridge_moves_what_its_own_plan_moves(self, language, world):
         plan = plan_of("tp=1", language, world)
-        grids = [make_grid(plan.layouts.encoder, "none"), make_grid(plan.layouts.language, "none")]
-        samples, tokens = plan.layouts.batch.global_size, plan.preset.images.tokens_per_tile
-        bridge = colocated_bridge(*grids, samples * plan.inputs[0].mean * tokens)
-        rows = bridge.forward.sum(axis=0) + bridge.backward.sum(axis=0)
+        rows = sum(received(plan.layouts)) * plan.layouts.batch.global_size
+        rows *= plan.inputs[0].mean * plan.preset.images.tokens_per_tile
         machine = replace(H200, node_latency=0.0, gpus_per_node=world)
         row = plan.preset.language.hidden_size * machine.precision
         most = max(rows) * row / machine.bandwidth(leaves_node=False)
         # The most of both ways may be on two ranks.
         assert 0.99 * most <= bridge_seconds(plan, machine) <= 1.5 * most
+
+    def test_the_bridge_moves_what_the_documentation_says(self):
+        """docs/reviewer/pipeline.md: b·max(0, 1/L − 1/E), b·(1/E − min(1/E, 1/L)/cp), b/E."""
+        forward, backward = received(plan_of("dp=8", "cp=2,pp=2,dp=2", 8).layouts).tolist()
+        assert forward == [1 / 2 - 1 / 8] * 4 + [0] * 4
+        assert backward == [1 / 8 - 1 / 8 / 2] * 4 + [1 / 8] * 4
+
+
+def received(layouts) -> np.ndarray:
+    """Return the share of a batch's rows that each rank gets from others over the bridge, both
+    ways: float64 [2, ranks]. A row's gradient is on the CP rank that owns its token."""
+    topology = bridge_topology(*(make_grid(lay, "none") for lay in layouts.modules))
+    shares = np.zeros((2, layouts.language.size))
+    for way, share in enumerate(shares):
+        for block in topology.blocks:
+            crossing = plan_block(topology, block)[way]
+            own = np.arange(len(block))[:, None, None]
+            moved = (crossing.giver != NOBODY) & (crossing.giver != own)
+            share[list(block)] = moved.sum(axis=(1, 2)) / crossing.owners / topology.atoms
+    return shares
 
 
 def unit_work(share, pp, vpp, number, module="language", **how) -> Work:

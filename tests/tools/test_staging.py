@@ -9,6 +9,7 @@ import pytest
 from mini import HEADER, UPSTREAM, Result, World, edit, git, run, snapshot, write_tree
 from staging import __main__ as program
 from staging import stage as staging
+from staging.features import Features
 
 OURS = "# Copyright (c) 2026, Megatron MIMO overlay contributors.\n"
 FEATURES = """
@@ -115,7 +116,7 @@ def test_a_feature_comes_upon_those_that_it_needs_and_leaves_the_checkout_alone(
 
 
 def test_all_stages_each_feature_once_or_makes_no_branch(staged):
-    assert stage(staged, "--branch", "pr").code == 1  # one has nothing to commit
+    assert "nothing" in stage(staged, "--branch", "pr").errors[0]  # to commit for one of them
     assert git(staged.checkout, "branch", "--format=%(refname:short)") == "main"
     write_tree(staged.root, {DATA: FEATURES.partition("[feature.alone]")[0]})
     assert stage(staged, "--branch", "pr").code == 0
@@ -150,6 +151,17 @@ def test_trying_runs_the_tests_of_each_feature_in_a_tree_of_its_own(
     assert line.startswith(f"{feature} on 1 ranks: {says}")
     assert found.code == int("FAILED" in says)
     assert git(staged.checkout, "branch", "--format=%(refname:short)") == "main"
+
+
+def test_tests_that_are_skipped_on_every_number_of_ranks_fail_a_feature(staged, monkeypatch):
+    monkeypatch.setattr(staging, "LOGS", staged.base / "logs")
+    monkeypatch.setattr(
+        Features, "commands", lambda *_: dict.fromkeys((1, 2), "echo 1 skipped in 0s")
+    )
+    found = stage(staged, "first", "--try")
+    assert found.code == 1
+    assert found.out[0] == "first on 1 ranks: 1 skipped"
+    assert found.out[1].startswith("first on 2 ranks: FAILED: 1 skipped: ")
 
 
 def commit_edit(path: str, old: str, new: str):

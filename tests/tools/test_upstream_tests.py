@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from mini import REPOSITORY, UPSTREAM, git, make_repository, write_tree
+from mini import UPSTREAM, git, make_repository, write_tree
 from upstream_tests import __main__ as cli
 from upstream_tests import worlds
 from upstream_tests.worlds import World
 
-APPLY, RUNTIME = "tools/apply_overlay.sh", "megatron_overlay/megatron/core/cpu_runtime"
+RUNTIME = "megatron_overlay/megatron/core/cpu_runtime"
 FILE = "tests/unit_tests/test_hyper_comm_grid.py"
 
 
@@ -37,12 +37,10 @@ def checkout(tmp_path: Path, text: str) -> Path:
     return tmp_path
 
 
-def with_tool(world) -> None:
-    """Give a made-up patch set a CPU runtime, which only says so, and the command to apply it."""
-    tool = f'#!/bin/sh\nexec python3 {REPOSITORY}/tools/overlay --root {world.root} apply "$@"\n'
+def with_runtime(world) -> None:
+    """Give a made-up patch set a CPU runtime, which only says so."""
     runtime = "def install():\n    global installed\n    installed = True\n"
-    write_tree(world.root, {f"{RUNTIME}/__init__.py": runtime, APPLY: tool})
-    (world.root / APPLY).chmod(0o755)
+    write_tree(world.root, {f"{RUNTIME}/__init__.py": runtime})
     world.lock()
 
 
@@ -50,16 +48,17 @@ def test_refusals_have_their_exit_code(world, tmp_path, capsys):
     for path in (tmp_path, tmp_path / "none"):
         assert cli.main([str(path)]) == 3
         assert "is not the top of a git checkout" in capsys.readouterr().err
-    tool = "#!/bin/sh\necho 'error: edited' >&2\nexit 4"
-    (write_tree(world.root, {APPLY: tool}) / APPLY).chmod(0o755)
     tree = checkout(tmp_path / "tree", "")
+    write_tree(tree, {"megatron/core/a.py": "edited\n"})
+    git(tree, "commit", "-qam", "an edit")
     assert cli.reported(lambda: cli.run(tree, [1], "*", root=world.root)) == 4
-    assert capsys.readouterr().err == "error: edited\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: megatron/core/a.py differs from the lock")
 
 
 def test_a_failure_and_a_hang_end_one_test_each(world, tmp_path, monkeypatch):
-    with_tool(world)
-    monkeypatch.setattr(worlds, "TEST_LIMIT_S", 20)
+    with_runtime(world)
+    monkeypatch.setattr(worlds, "TEST_LIMIT_S", 10)
     text = """
 import time
 import pytest
@@ -114,7 +113,7 @@ def test_takes_no_part_on_any_rank():
 
 def test_what_is_lost_twice_is_lost(world, tmp_path, capsys):
     """Both trees are those of the commit, though the overlay is applied to the checkout."""
-    with_tool(world)
+    with_runtime(world)
     text = """
 from pathlib import Path
 from typing import override
@@ -145,13 +144,27 @@ def test_wavers():
         f"{FILE}::test_lost",
     ]
     assert lines[-1].startswith("LOST: ") and "a_3" in lines[-1]
-    git(tree, "branch", "staged")
-    assert cli.run(tree, [1], "*", "staged", **places) == 0
+
+
+def test_a_branch_takes_the_place_of_the_applied_tree(world, tmp_path, monkeypatch):
+    tree, seen = checkout(tmp_path / "tree", ""), {}
+    git(tree, "checkout", "-q", "-b", "staged")
+    write_tree(tree, {"README.md": "staged\n"})
+    git(tree, "commit", "-qam", "staged")
+    git(tree, "checkout", "-q", "main")
+
+    def run(world, files, excluded):
+        seen[world._tree.name] = (world._tree / "README.md").read_text()
+        return {}
+
+    monkeypatch.setattr(World, "run", run)
+    assert cli.run(tree, [1], "*", "staged", root=world.root) == 0
+    assert seen == {"pristine": "upstream\n", "applied": "staged\n"}
     assert cli.main([str(tree), "--branch", "none"]) == 3
 
 
 def test_ranks_that_cannot_start_hang_every_file(world, tmp_path):
-    with_tool(world)
+    with_runtime(world)
     tree = checkout(tmp_path / "tree", "def test_a(): pass\n")
     (tree / "tests/unit_tests/conftest.py").write_text("raise SystemExit('no start')\n")
     found = World(tree, 1, world.root / RUNTIME, tmp_path / "run").run([FILE], [])

@@ -119,14 +119,19 @@ def fitted(machine: Machine, plans: list[Plan], runs: list[dict]) -> Machine:
 
 
 def with_collectives(machine: Machine, collectives: list[dict]) -> Machine:
-    """Return the machine with the latency and bandwidth of timed collectives, if there are any."""
+    """Return the machine with the latency and bandwidth of timed collectives, if there are any.
+
+    They are those within a node; the network's, which one host cannot show, stay.
+    """
     if not collectives:
         return machine
     few, many = collectives
     hops = few["ranks"] - 1
-    latency = few["seconds"] / hops
     more = max(many["seconds"] - few["seconds"], 1e-9)
-    bandwidth = (many["bytes"] - few["bytes"]) * hops / few["ranks"] / more
-    links = dict.fromkeys(("node_bandwidth", "network_bandwidth"), bandwidth)
-    links |= dict.fromkeys(("node_latency", "network_latency"), latency)
-    return replace(machine, link_efficiency=1.0, **links)
+    return replace(
+        machine,
+        link_efficiency=1.0,
+        node_latency=few["seconds"] / hops,
+        node_bandwidth=(many["bytes"] - few["bytes"]) * hops / few["ranks"] / more,
+        network_bandwidth=machine.bandwidth(leaves_node=True),
+    )

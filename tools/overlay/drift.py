@@ -3,6 +3,7 @@
 """Comparison of the patch set with another Megatron-LM tree, without changing anything."""
 
 import contextlib
+import functools
 import json
 import tempfile
 from dataclasses import asdict, dataclass, field
@@ -11,9 +12,10 @@ from pathlib import Path
 from overlay import git, kept, series
 from overlay.checkout import STATE_DIR, Checkout
 from overlay.errors import DIFFERS_FROM_LOCK, OverlayError
-from overlay.fetch import upstream
+from overlay.fetch import packed_files, sdist_file, upstream
 from overlay.names import Version, compare, upstream_modules
 from overlay.patchset import PatchSet
+from overlay.series import Patched
 from overlay.source import functions, module_name
 
 _NOTHING_TO_DO = ("applies", "applies with offset", "left out", "unchanged")
@@ -31,7 +33,7 @@ class Finding:
 
 
 def drift(
-    patchset: PatchSet, checkout: Checkout | None, as_json: bool, keep: bool = False
+    patchset: PatchSet, checkout: Checkout | None, as_json: bool = False, keep: bool = False
 ) -> tuple[list[str], int]:
     """Compare the pin with a pristine tree of another version.
 
@@ -42,35 +44,46 @@ def drift(
     need work.
 
     Raises:
-        OverlayError: the tree has the overlay applied.
+        OverlayError: the tree has the overlay applied, or is not the next version that is to be
+            kept.
     """
     if checkout and (checkout.root / STATE_DIR).exists():
         what = f"{checkout.root} has the overlay applied: revert it first"
         raise OverlayError(DIFFERS_FROM_LOCK, what)
-    pin = patchset.lock.pin
-    old = upstream(patchset.lock, pin, patchset.root)
-    with tempfile.TemporaryDirectory() as folder:
-        python = {path: data for path, data in old.items() if path.startswith("megatron/")}
-        git.write_files(Path(folder), python)
-        before = Version(Path(folder))
+    lock, root = patchset.lock, patchset.root
+    if checkout and keep and checkout.version != lock.next:
+        raise OverlayError(DIFFERS_FROM_LOCK, f"{checkout.root} is not the lock's commit of main")
+    old = upstream(lock, lock.pin, root)
+    pin = version_of(sdist_file(lock.versions[lock.pin], root))
+    other = Version(checkout.root) if checkout else kept.Kept((root / kept.NAMES).read_text(), pin)
+    sources = patchset.sources("tests", "tools/checkpoint")
+    ours = {path: source.read_bytes() for path, source in sources.items()}
+    patched = series.build(patchset.series(), old.get, lock.git_only)
+    found = compare(ours, pin, other, _patched_functions(patched))
+    names = [Finding(name, kind, text, places) for (kind, name, text), places in found.items()]
+    names.sort(key=lambda row: (row.state, row.name))
     if checkout is None:
-        return _kept(patchset, old, before)
-    versions = before, Version(checkout.root)
+        unknown = sorted({*upstream_modules(ours, pin)} - other.modules)
+        lines = [f"{name} was not compared: run drift with --keep" for name in unknown]
+        lines += kept.unread(root, found)
+        lines += _table([row for row in names if row.state != "body"])
+        return lines or [f"all names that our code uses fit {lock.next}"], int(bool(lines))
     if keep:
-        return _keep(patchset, old, checkout, versions)
-    patches, names = _patches(patchset, old, checkout), _names(patchset, old, versions)
-    if checkout.version == patchset.lock.next:
-        known = kept.read(patchset.root)
-        names = [row for row in names if row.state != "body" or row.name not in known]
-    files = _files(patchset, old, checkout, versions)
+        (root / kept.NAMES).write_text(kept.lines(ours, pin, other, found))
+        return [f"wrote {kept.NAMES}"], 0
+    if checkout.version == lock.next:
+        read = kept.read(root)
+        names = [row for row in names if row.state != "body" or row.name not in read]
+    patches = _patches(patchset, patched, checkout)
+    files = _files(patchset, old, checkout, (pin, other))
     new_files = len(patchset.overlay) - len(files)
     work = bool(names) or any(row.state not in _NOTHING_TO_DO for row in patches + files)
     if as_json:
-        report = {"pin": pin, "version": checkout.version, "new_files": new_files}
+        report = {"pin": lock.pin, "version": checkout.version, "new_files": new_files}
         for name, rows in (("patches", patches), ("files", files), ("names", names)):
             report[name] = [asdict(row) for row in rows]
         return [json.dumps(report, indent=1)], int(work)
-    lines = [f"Megatron-LM {checkout.version} against the pin {pin}"]
+    lines = [f"Megatron-LM {checkout.version} against the pin {lock.pin}"]
     for title, rows in (
         (f"patches ({len(patches)})", patches),
         (f"overlay files that replace upstream's; {new_files} others are new", files),
@@ -78,6 +91,15 @@ def drift(
     ):
         lines += ["", title, *_table(rows)]
     return lines, int(work)
+
+
+@functools.cache
+def version_of(sdist: Path) -> Version:
+    """Return the names of an sdist's Megatron."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = packed_files(sdist).items()
+        git.write_files(Path(folder), {p: data for p, data in files if p.startswith("megatron/")})
+        return Version(Path(folder))
 
 
 def _table(rows: list[Finding]) -> list[str]:
@@ -90,17 +112,15 @@ def _table(rows: list[Finding]) -> list[str]:
     return lines
 
 
-def _patches(patchset: PatchSet, old: dict[str, bytes], checkout: Checkout) -> list[Finding]:
+def _patches(patchset: PatchSet, patched: list[Patched], checkout: Checkout) -> list[Finding]:
     """Return how each patch gets onto the checkout, upon those before it.
 
     The next version has patches of its own, and all apply.
     """
-    lock = patchset.lock
-    if checkout.version == lock.next:
+    if checkout.version == patchset.lock.next:
         with contextlib.suppress(OverlayError):  # a newer commit of main
-            patched = patchset.patched_on(checkout.version, checkout.read)
-            return [Finding(one.name, "applies") for one in patched]
-    patched = series.build(patchset.series(), old.get, patchset.lock.git_only)
+            own = patchset.patched_on(checkout.version, checkout.read)
+            return [Finding(one.name, "applies") for one in own]
     ported = series.port(patched, checkout.read)
     return [Finding(one.name, state, where=conflicts) for one, state, conflicts in ported]
 
@@ -124,49 +144,8 @@ def _files(
     return rows
 
 
-def _patched(patchset: PatchSet, old: dict[str, bytes]) -> set[str]:
+def _patched_functions(patched: list[Patched]) -> set[str]:
     """Return the full names of the pin's functions that patches change."""
-    patched = series.build(patchset.series(), old.get, patchset.lock.git_only)
     sides = series.originals(patched), series.last_tree(patched)
     before, after = ({p: functions(data, p) for p, data in one.items()} for one in sides)
     return {name for path in before for name, _ in before[path].items() - after[path].items()}
-
-
-def _ours(patchset: PatchSet) -> dict[str, bytes]:
-    sources = patchset.sources("tests", "tools/checkpoint")
-    return {path: ours.read_bytes() for path, ours in sources.items()}
-
-
-def _keep(
-    patchset: PatchSet,
-    old: dict[str, bytes],
-    checkout: Checkout,
-    versions: tuple[Version, Version],
-) -> tuple[list[str], int]:
-    if checkout.version != patchset.lock.next:
-        raise OverlayError(DIFFERS_FROM_LOCK, f"{checkout.root} is not the lock's commit of main")
-    ours = _ours(patchset)
-    found = compare(ours, *versions, _patched(patchset, old))
-    (patchset.root / kept.NAMES).write_text(kept.lines(ours, *versions, found))
-    return [f"wrote {kept.NAMES}"], 0
-
-
-def _kept(patchset: PatchSet, old: dict[str, bytes], pin: Version) -> tuple[list[str], int]:
-    """Return how our code fits the next version by what was kept of it."""
-    ours, other = _ours(patchset), kept.Kept((patchset.root / kept.NAMES).read_text(), pin)
-    unknown = sorted({*upstream_modules(ours, pin)} - other.modules)
-    found = compare(ours, pin, other, _patched(patchset, old))
-    lines = [f"{name} was not compared: run drift with --keep" for name in unknown]
-    lines += kept.unread(patchset.root, found)
-    rows = [Finding(name, kind, detail, places) for (kind, name, detail), places in found.items()]
-    lines += _table([row for row in rows if row.state != "body"])
-    return lines or [f"all names that our code uses fit {patchset.lock.next}"], int(bool(lines))
-
-
-def _names(
-    patchset: PatchSet, old: dict[str, bytes], versions: tuple[Version, Version]
-) -> list[Finding]:
-    """Return upstream's names that our code uses and that are gone or declared differently."""
-    found = compare(_ours(patchset), *versions, _patched(patchset, old))
-    rows = [Finding(name, kind, detail, places) for (kind, name, detail), places in found.items()]
-    return sorted(rows, key=lambda row: (row.state, row.name))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from overlay.checkout import Checkout, sha256
 from overlay.errors import DIFFERS_FROM_LOCK, FAILED, NOT_THE_PIN, USAGE, OverlayError, refuse
-from overlay.git import user_git
+from overlay.git import reason, user_git
 from overlay.patchset import Lock, Version, check_version
 
 # Requirements of upstream's build, which pip runs to read an sdist's metadata. Given these, pip
@@ -27,11 +27,12 @@ _BUILD_REQUIREMENTS = ["setuptools>=80", "pybind11", "packaging>=24.2"]
 
 def upstream(lock: Lock, version: str, root: Path) -> dict[str, bytes]:
     """Return the files of a locked version from its sdist, by path."""
-    return _files(sdist_file(lock.versions[version], root))
+    return packed_files(sdist_file(lock.versions[version], root))
 
 
 @functools.cache
-def _files(sdist: Path) -> dict[str, bytes]:
+def packed_files(sdist: Path) -> dict[str, bytes]:
+    """Return an sdist's files by path."""
     with tarfile.open(sdist) as packed:
         members = {m.name.partition("/")[2]: m for m in packed if m.isfile()}
         return {path: packed.extractfile(member).read() for path, member in members.items()}
@@ -66,15 +67,13 @@ def archive(lock: Lock, directory: Path) -> bytes:
         raise OverlayError(FAILED, f"{directory} is not a git directory")
     found = user_git(directory, "cat-file", "-t", commit)
     if found.stdout.strip() != "commit":
-        reason = (found.stderr.strip().splitlines() or ["it is something else"])[-1]
-        what = f"{directory} has no commit {commit}, which the lock wants: {reason}"
+        what = f"{directory} has no commit {commit}, which the lock wants: {reason(found)}"
         raise OverlayError(DIFFERS_FROM_LOCK, what)
     with tempfile.TemporaryDirectory() as work:
         target = Path(work, "next.tar")
         done = user_git(directory, "archive", f"--output={target}", commit)
         if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            raise OverlayError(FAILED, f"git archive of {directory} failed: {reason}")
+            raise OverlayError(FAILED, f"git archive of {directory} failed: {reason(done)}")
         return target.read_bytes()
 
 
@@ -172,8 +171,7 @@ def _clone(lock: Lock, version: str, remote: str, into: Path) -> str:
     clone = ["-c", "advice.detachedHead=false", "clone", "--quiet", "--depth", "1"]
     done = user_git(into.parent, *clone, "--branch", wanted.tag, "--", remote, str(into))
     if done.returncode:
-        reason = done.stderr.strip().splitlines() or ["no output"]
-        raise OverlayError(FAILED, f"git clone {remote} failed: {reason[-1]}")
+        raise OverlayError(FAILED, f"git clone {remote} failed: {reason(done)}")
     commit = user_git(into, "rev-parse", "HEAD").stdout.strip()
     wrong = [f"the tag is commit {commit}, the lock wants {wanted.commit}"]
     wrong = wrong if wanted.commit not in ("", commit) else []

@@ -114,3 +114,9 @@ def user_git(folder: Path, *args: str) -> subprocess.CompletedProcess:
     ours = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
     env = {name: value for name, value in os.environ.items() if name not in ours}
     return subprocess.run(["git", *args], cwd=folder, env=env, capture_output=True, text=True)
+
+
+def reason(done: subprocess.CompletedProcess) -> str:
+    """Return the last line that a failed process said, on stderr if it said anything there."""
+    said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    return said[-1].strip() if said else "no reason given"

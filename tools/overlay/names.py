@@ -92,7 +92,8 @@ class Version:
         """Return the full names of what a module defines, and of the members of its classes."""
         owners, found = [self.find(module)], set()
         while owners:
-            for member in owners.pop().members.values():
+            owner = owners.pop()
+            for member in owner.members.values() if owner else ():
                 if not member.is_alias and not member.is_module:
                     found.add(member.path)
                     owners += [member] * member.is_class
@@ -100,13 +101,8 @@ class Version:
 
     def declared(self, module: str) -> dict[str, str]:
         """Return the signatures of a module's functions, classes and methods, by full name."""
-        names, found = [module], {}
-        while names and (owner := self.find(names.pop())):
-            for member in owner.members.values():
-                if not member.is_alias and (member.is_function or member.is_class):
-                    found[member.path] = str(self.signature(member.path))
-                    names += [member.path] * member.is_class
-        return found
+        found = {name: self.signature(name) for name in self.members(module)}
+        return {name: str(one) for name, one in found.items() if one is not None}
 
 
 def upstream_modules(ours: dict[str, bytes], pin: Version) -> list[str]:
@@ -135,7 +131,7 @@ def compare(
     patches change.
     """
     modules = {module_name(path) for path in ours}
-    found = {path: list(uses(source, path)) for path, source in ours.items()}
+    found = {path: uses(source, path) for path, source in ours.items()}
     members = _members({use.name for some in found.values() for use in some}, modules, pin)
     findings: dict[Finding, list[str]] = defaultdict(list)
     for path, use in ((path, use) for path, some in found.items() for use in some):

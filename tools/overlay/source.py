@@ -3,6 +3,7 @@
 """Names that the source of a Python file uses, in full."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,16 +33,18 @@ def module_name(path: str) -> str:
     return path.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
 
 
-def functions(source: bytes, path: str) -> dict[str, str]:
-    """Return the code of a file's functions and methods by full name."""
-    found, owners = {}, [(module_name(path), ast.parse(source))]
+@functools.cache
+def functions(source: bytes, path: str) -> dict[str, bytes]:
+    """Return the source of a file's functions and methods, decorators included, by full name."""
+    found, owners, lines = {}, [(module_name(path), ast.parse(source))], source.splitlines()
     while owners:
         name, owner = owners.pop()
         for node in owner.body:
             if isinstance(node, ast.ClassDef):
                 owners.append((f"{name}.{node.name}", node))
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                found[f"{name}.{node.name}"] = ast.unparse(node)
+                first = min(one.lineno for one in (node, *node.decorator_list))
+                found[f"{name}.{node.name}"] = b"\n".join(lines[first - 1 : node.end_lineno])
     return found
 
 
@@ -51,8 +54,13 @@ def prefixes(name: str) -> set[str]:
     return {".".join(parts[: n + 1]) for n in range(len(parts))}
 
 
-def uses(source: str | bytes, path: str) -> Iterator[Use]:
-    """Yield the names that the file at ``path`` uses."""
+@functools.cache
+def uses(source: str | bytes, path: str) -> list[Use]:
+    """Return the names that the file at ``path`` uses."""
+    return list(_uses(source, path))
+
+
+def _uses(source: str | bytes, path: str) -> Iterator[Use]:
     package = path.rpartition("/")[0].replace("/", ".")
     nodes = [node for node in ast.walk(ast.parse(source)) if hasattr(node, "lineno")]
     names = {name: full for node in nodes for name, full in imported(node, package)}

@@ -16,7 +16,7 @@ from pathlib import Path
 from overlay.cli import REPOSITORY
 from overlay.cli import main as overlay
 from overlay.errors import FAILED, LOCAL_EDITS, NOT_THE_PIN, OverlayError
-from overlay.git import user_git, write_files
+from overlay.git import reason, user_git, write_files
 from staging.features import TESTS, Feature, Features
 
 FORMATTERS = {"isort": r"ERROR: (.+?) Imports are", "black": r"would reformat (.+)"}
@@ -62,12 +62,11 @@ class Staging:
             raise OverlayError(FAILED, what)
 
     def _git(self, *args: str, folder: Path | None = None) -> str:
-        # Nobody signs off whom git would have to guess; hooks are meant for the user's own tree.
+        # git must not guess who signs off, and the user's hooks are for the user's own tree.
         settings = ("-c", "user.useConfigOnly=true", "-c", f"core.hooksPath={os.devnull}")
         done = user_git(folder or self.root, *settings, *args)
         if done.returncode:
-            reason = done.stderr.strip().splitlines() or ["no reason given"]
-            raise OverlayError(FAILED, f"git: {reason[-1]}")
+            raise OverlayError(FAILED, f"git: {reason(done)}")
         return done.stdout.rstrip()
 
     @contextlib.contextmanager
@@ -181,46 +180,45 @@ def _format(tree: Path, tool: str, paths: list[str], *options: str) -> str:
     command = [sys.executable, "-m", tool, *options, *python]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     if done.returncode and not options:
-        reason = done.stderr.strip().splitlines() or ["no reason given"]
-        raise OverlayError(FAILED, f"{tool} failed: {reason[-1]}")
+        raise OverlayError(FAILED, f"{tool} failed: {reason(done)}")
     return done.stdout + done.stderr
 
 
 def try_each(staging: Staging, wanted: list[Feature]) -> bool:
     """Stage each feature on those it needs, run its tests there as its description says, and print
-    a line for each number of ranks; return whether tests passed and none failed.
+    a line for each number of ranks.
+
+    Return whether none failed, and of each feature that has tests, one passed on some number of
+    ranks.
 
     The tree has our CPU runtime beside what is staged: without a GPU, the tests run upon it.
 
     Raises:
         OverlayError: a feature cannot be staged.
     """
-    passed = True
     LOGS.mkdir(parents=True, exist_ok=True)
-    # Nothing of this repository is on the path.
+    # The tests must not find this repository's own modules.
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONPATH"))}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
-    overlay_files = staging.features.patchset.overlay.items()
+    kept["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
+    overlay_files, all_work = staging.features.patchset.overlay.items(), True
     lent = {path: source for path, source in overlay_files if path.startswith(CPU_RUNTIME)}
     for feature in wanted:
         with staging.worktree() as tree:
             for one in staging.features.stack(feature.name):
                 staging.commit(one, tree)
             write_files(tree, {path: source.read_bytes() for path, source in lent.items()} | SITE)
-            commands = staging.features.commands(feature)
+            commands, ran = staging.features.commands(feature), False
             for ranks, command in commands.items():
                 log = LOGS / f"{feature.name}-{ranks}.log"
                 with log.open("w") as output:
-                    code = subprocess.run(
-                        ["bash", "-ec", command],
-                        cwd=tree,
-                        env=kept | {"PATH": path},
-                        stdout=output,
-                        stderr=output,
-                    ).returncode
+                    how = {"cwd": tree, "env": kept, "stdout": output, "stderr": output}
+                    code = subprocess.run(["bash", "-ec", command], **how).returncode
                 counts = ["no tests", *_COUNTS.findall(log.read_text(errors="replace"))][-1]
-                works = code == 0 and (" passed" in counts or len(commands) > 1)
+                ran = ran or " passed" in counts
+                works = code == 0 and (ran or ranks != max(commands))
                 says = counts if works else f"FAILED: {counts}: {log}"
                 print(f"{feature.name} on {ranks} ranks: {says}", flush=True)
-                passed = passed and works
-    return passed
+                all_work = all_work and works
+            if not commands:
+                print(f"{feature.name}: no tests", flush=True)
+    return all_work

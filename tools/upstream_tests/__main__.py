@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of ``upstream_tests.sh``: selection of tests, comparison and report."""
 
+import contextlib
 import re
+import shutil
 import signal
 import sys
 import time
@@ -18,8 +20,9 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from command_line import Parser, numbers  # noqa: E402
 from overlay.checkout import Checkout  # noqa: E402
 from overlay.cli import REPOSITORY, reported  # noqa: E402
-from overlay.errors import USAGE  # noqa: E402
-from upstream_tests.trees import apply, clone  # noqa: E402
+from overlay.cli import main as overlay  # noqa: E402
+from overlay.errors import NOT_THE_PIN, USAGE, OverlayError  # noqa: E402
+from overlay.git import user_git  # noqa: E402
 from upstream_tests.worlds import Comparison, Outcome, Outcomes, World, compare  # noqa: E402
 
 LOST = 1
@@ -46,6 +49,21 @@ def selected(tree: Path, world: int, only: str = "*") -> list[str]:
     return [str(f.relative_to(tree)) for f in sorted(files) if fnmatch(f.relative_to(root), only)]
 
 
+def clone(checkout: Path, tree: Path, branch: str | None = None) -> Path:
+    """Clone a git checkout's commit, or its branch, to `tree`, in place of what is there.
+
+    Raises:
+        OverlayError: `checkout` is not the top of a git checkout, or lacks the branch.
+    """
+    shutil.rmtree(tree, ignore_errors=True)
+    tree.parent.mkdir(parents=True, exist_ok=True)
+    which = ("--branch", branch) if branch else ()
+    if user_git(Path(), "clone", "--quiet", *which, "--", str(checkout), str(tree)).returncode:
+        of = f" with branch {branch}" if branch else ""
+        raise OverlayError(NOT_THE_PIN, f"{checkout} is not the top of a git checkout{of}")
+    return tree
+
+
 def run(
     checkout: Path,
     worlds: list[int],
@@ -68,7 +86,10 @@ def run(
         return USAGE
     applied = clone(checkout, work / "applied", branch)
     if not branch:
-        apply(root, applied)
+        with contextlib.redirect_stdout(None):
+            refused = overlay(["--root", str(root), "apply", str(applied)])
+        if refused:
+            return refused
     trees = {"pristine": pristine, "applied": applied, "applied-again": applied}
 
     def run_world(size: int, name: str, files: list[str]) -> Outcomes:

@@ -26,6 +26,8 @@ from examples.mimo.nemotron_vlm.planner.parameters import (
     by_place,
     stages_on_meta,
 )
+from examples.mimo.nemotron_vlm.planner.picture import describe as describe_ranks
+from examples.mimo.nemotron_vlm.planner.picture import draw
 from examples.mimo.nemotron_vlm.planner.plan import plan_of
 from examples.mimo.nemotron_vlm.planner.report import (
     as_data,
@@ -54,7 +56,8 @@ KINDS = {
 def dry_run(argv: list[str], ranks: int) -> str:
     """Return parameter counts and predicted memory as text.
 
-    For one rank, parameters are counted by part; for several, by module and pipeline stage.
+    For one rank, parameters are counted by part; for several, by module and pipeline stage, with
+    the groups of ranks and the predicted step. ``--picture`` is drawn then.
 
     Args:
         ranks: number of ranks that the layouts are for; their process groups send nothing.
@@ -65,8 +68,13 @@ def dry_run(argv: list[str], ranks: int) -> str:
     _check_alone()
     os.environ["WORLD_SIZE"] = str(ranks)  # HyperCommGrid checks its size against it
     options = parse(argv, ranks)
-    counted = _parameters(options) if ranks == 1 else _parameters_of_ranks(options)
-    return f"{counted}\n{_memory(options)}"
+    asked, machine = plan_of(options), machine_of(options.args)
+    if options.args.picture:
+        draw(asked, machine, options.args.picture)
+    if ranks == 1:
+        return f"{_parameters(options)}\n{_memory(options)}"
+    parts = _parameters_of_ranks(options), _memory(options), describe_ranks(asked, machine)
+    return "\n".join(parts)
 
 
 def plan(argv: list[str], own: Namespace) -> str:

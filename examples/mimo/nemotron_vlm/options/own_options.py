@@ -130,15 +130,18 @@ class OwnOptions:
     dry_run: int = field(
         default=0, metadata={"argparse_meta": {"nargs": "?", "const": 1, "metavar": "RANKS"}}
     )
-    """print the parameter counts of the model, or of RANKS ranks in the layouts, with a prediction
-    of their memory, and end"""
+    """print the parameter counts of the model, or of RANKS ranks in the layouts, with their groups
+    and a prediction of their memory and step, and end"""
+    picture: Path | None = None
+    """with --dry-run RANKS, draw who holds what and the timeline of a step to this file"""
     plan: int = 0
     """print the fastest layouts for the model and the batch on so many GPUs, and end; --placement
     and --encoder-schedule leave out other plans"""
     plan_gpu: str = "h200"
-    """GPU that --plan is for: h100, h200, b200, or a file that tools/calibrate.py wrote"""
+    """GPU that --plan and --dry-run are for: h100, h200, b200, or a file that tools/calibrate.py
+    wrote"""
     plan_gpus_per_node: int = 8
-    """GPUs of a node that --plan is for"""
+    """GPUs of a node that --plan and --dry-run are for"""
     plan_tiles: str = ""
     """image tiles of a sample that --plan and --dry-run are for, N[:CHANCE],…, as in
     1:0.3,7:0.5,13:0.2; default: those of --data energon:PATH, or as many as --seq-length holds"""
@@ -180,8 +183,8 @@ data        --data digits|mock|energon:PATH  --pack  --pack-window N  --sample-m
 training    --encoder-lr RATE  --projector-lr RATE  --encoder-weight-decay RATE
             --projector-weight-decay RATE
 output      --config FILE  --metrics-out FILE  --report FILE  --log-file FILE
-before      --dry-run [RANKS]  --plan GPUS  --plan-gpu NAME  --plan-gpus-per-node N
-            --plan-tiles TILES  --plan-json FILE
+before      --dry-run [RANKS]  --picture FILE  --plan GPUS  --plan-gpu NAME
+            --plan-gpus-per-node N  --plan-tiles TILES  --plan-json FILE
 
 Megatron's options are taken as well: --train-iters N, --global-batch-size N, --lr RATE,
 --save DIR, --load DIR, --bf16, ...; --help-all lists them all, with what each does."""

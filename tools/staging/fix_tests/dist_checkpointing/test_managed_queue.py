@@ -10,20 +10,14 @@ import time
 
 import pytest
 
-QUEUE = """
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-filesystem_async.get_write_results_queue()
-"""
+QUEUE = "filesystem_async.get_write_results_queue()"
 
 WRITER = """
-import torch
-from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 torch.cuda.device_count, torch.cuda.set_device = lambda: 1, lambda device: None
-PersistentAsyncCaller._get_process(0, "fork")
+async_utils.PersistentAsyncCaller._get_process(0, "fork")
 """
 
 DEAF = """
-import multiprocessing, signal, time
 from megatron.core.dist_checkpointing.managed_queue import start_deaf
 signal.signal(signal.SIGUSR1, print)
 process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,), daemon=True)
@@ -31,11 +25,25 @@ start_deaf(process)
 assert signal.getsignal(signal.SIGUSR1) is print
 """
 
-PROGRAM = """
-import multiprocessing, time
-print(multiprocessing.active_children()[0].pid, flush=True)
+STARTS = {QUEUE: signal.SIGKILL, WRITER: signal.SIGKILL, DEAF: signal.SIGUSR1}
+"""What a rank does to start a process, and the signal: SIGKILL is for the rank, others for it."""
+
+RANKS = """
+import multiprocessing, os, signal, sys, time, torch
+from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
+for number, start in enumerate(sys.argv[1:]):
+    if os.fork() == 0:
+        child = 0
+        try:
+            exec(start)
+            child = multiprocessing.active_children()[0].pid
+        finally:
+            os.write(1, f"{number} {os.getpid()} {child}\\n".encode())
+            time.sleep(60)
+            os._exit(1)
 time.sleep(60)
 """
+"""Forks ranks, as importing Megatron takes seconds; each says the ids of itself and its process."""
 
 
 def lives(process: int) -> bool:
@@ -46,22 +54,31 @@ def lives(process: int) -> bool:
         return False
 
 
+@pytest.fixture(scope="module")
+def living() -> dict[str, tuple[bool, bool]]:
+    """Whether each process was alive before and after the signal."""
+    command = [sys.executable, "-c", RANKS, *STARTS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        lines = sorted(parent.stdout.readline() for _ in STARTS)
+        ids = [tuple(map(int, line.split()[1:])) for line in lines]
+        before = [lives(child) for _, child in ids]
+        for (rank, child), number in zip(ids, STARTS.values(), strict=True):
+            if child:
+                os.kill(rank if number == signal.SIGKILL else child, number)
+        end = time.monotonic() + 10
+        while any(lives(child) for _, child in ids[:-1]) and time.monotonic() < end:
+            time.sleep(0.2)
+        time.sleep(1)  # for the signal that the last shall not hear
+        after = [lives(child) for _, child in ids]
+        for process in (parent.pid, *(each for pair in ids for each in pair)):
+            if lives(process):
+                os.kill(process, signal.SIGKILL)
+    return dict(zip(STARTS, zip(before, after, strict=True), strict=True))
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
-@pytest.mark.parametrize(("start", "killed"), [(QUEUE, True), (WRITER, True), (DEAF, False)])
+@pytest.mark.parametrize("start", STARTS, ids=["queue", "writer", "deaf"])
 def test_a_process_of_a_save_ends_with_its_rank_and_by_no_signal_that_the_rank_handles(
-    start, killed
+    living, start
 ):
-    command = [sys.executable, "-c", start + PROGRAM]
-    rank = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    child = int(rank.stdout.readline())
-    assert lives(child)
-    os.kill(rank.pid if killed else child, signal.SIGKILL if killed else signal.SIGUSR1)
-    end = time.monotonic() + (10 if killed else 1)
-    while lives(child) and time.monotonic() < end:
-        time.sleep(0.2)
-    alive = lives(child)
-    for process in (rank.pid, child):
-        if lives(process):
-            os.kill(process, signal.SIGKILL)
-    rank.wait()
-    assert alive != killed
+    assert living[start] == (True, start == DEAF)
