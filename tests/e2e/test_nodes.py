@@ -52,7 +52,7 @@ def test_a_node_that_dies_and_comes_back_loses_no_step(nodes, on_one_node, tmp_p
     """The run goes on from the last save, with the losses of one node, each step once."""
     metrics, saved = tmp_path / "metrics.jsonl", tmp_path / "saved"
     line = (*ARGUMENTS, "--metrics-out", metrics, "--save", saved, "--load", saved)
-    fault = json.dumps({"kind": "node", "rank": LAST, "iteration": 4, "at": "optimizer"})
+    fault = {"kind": "node", "rank": LAST, "iteration": 4, "at": "optimizer"}
     for number in range(NODES):
         nodes.start(number, line, restarts=2, fault=fault)
     wait_until(lambda: not all(map(nodes.alive, range(NODES))), 60)
