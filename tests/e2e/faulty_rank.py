@@ -1,15 +1,12 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Run the training program with a fault on one of two ranks, at the place that the fault names.
+"""The training program as a rank that may have a fault, at the place that the fault names.
 
-    python -m tests.e2e.faulty_rank RESTARTS FAULT [program arguments]
-
-FAULT is JSON: rank, at (PLACES), iteration, kind.
+A fault is a dictionary: rank, at (PLACES), iteration, kind.
 """
 
 import contextlib
 import functools
-import json
 import os
 import resource
 import signal
@@ -29,7 +26,6 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.models.mimo.optimizer import MimoOptimizer  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.training import training  # noqa: E402
-from tests.agent import run_ranks  # noqa: E402
 
 PLACES = {
     "reading samples": (training, "train_step"),
@@ -96,8 +92,3 @@ def set_fault(fault: dict) -> None:
         return original(*arguments, **named)
 
     setattr(owner, name, faulty)
-
-
-if __name__ == "__main__":
-    restarts, asked, *given = sys.argv[1:]
-    sys.exit(run_ranks(2, train, json.loads(asked), given, restarts=int(restarts)))

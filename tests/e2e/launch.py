@@ -25,19 +25,6 @@ LIMIT_S = 150
 """Time limit of all ranks."""
 
 
-def environment(checkout: Path = CHECKOUT) -> dict[str, str]:
-    """Variables of a process that runs this repository's tests on a checkout.
-
-    Upstream's main has tests of its own in its checkout, which may be the working directory.
-    """
-    return {
-        "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{checkout}",
-        "PYTHONSAFEPATH": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-
-
 @dataclass(frozen=True)
 class Ended:
     """How one rank ended; without a code if it did not come to its end."""
@@ -59,17 +46,19 @@ class Ended:
         return [line for line in self.errors.splitlines() if line.startswith("error: ")]
 
 
-def run(ranks: int, *arguments: str | Path) -> list[Ended]:
-    """Run the program to its end on every rank, under torchrun's agent.
-
-    The ranks are forked from a process that has imported the modules that take seconds.
-    """
+def forked(call: Callable, *arguments: object) -> BaseProcess:
+    """Start a call in a process that has imported the modules that take seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["examples.mimo.nemotron_vlm.loop.run", "sklearn.datasets"])
+    context.set_forkserver_preload(["tests.unit_tests.examples.nemotron_vlm.preloaded"])
+    process = context.Process(target=call, args=arguments)
+    process.start()
+    return process
+
+
+def run(ranks: int, *arguments: str | Path) -> list[Ended]:
+    """Run the program to its end on every rank, under torchrun's agent."""
     with tempfile.TemporaryDirectory() as directory:
-        given = (ranks, _rank, list(map(str, arguments)), directory)
-        agent = context.Process(target=run_ranks, args=given)
-        agent.start()
+        agent = forked(run_ranks, ranks, _rank, list(map(str, arguments)), directory)
         agent.join(LIMIT_S)
         kill(agent)
         return [Ended.read(Path(directory, str(rank))) for rank in range(ranks)]
@@ -92,17 +81,20 @@ def _rank(arguments: list[str], directory: str) -> None:
     (own / "code").write_text(str(code))
 
 
-def start(
-    module: str, *arguments: object, checkout: Path = CHECKOUT, **streams
-) -> subprocess.Popen:
-    """Start a module of the tests in a process group of its own, and return at once."""
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        cwd=checkout,
-        env=os.environ | environment(checkout),
-        start_new_session=True,
-        **streams,
-    )
+def faulty_ranks(errors: Path, fault: dict, arguments: list[str], restarts: int) -> None:
+    """Be the agent of two ranks with a fault; their error output goes to the file."""
+    os.chdir(CHECKOUT)
+    for descriptor, path in ((1, os.devnull), (2, errors)):
+        with open(path, "w") as file:
+            os.dup2(file.fileno(), descriptor)
+    sys.exit(run_ranks(2, faulty_rank, fault, arguments, restarts=restarts))
+
+
+def faulty_rank(fault: dict | None, arguments: list[str]) -> None:
+    """Be a rank that has the fault, if it is the fault's rank."""
+    from tests.e2e.faulty_rank import train
+
+    train(fault, arguments)
 
 
 def wait_until(holds: Callable[[], bool], limit_s: float) -> None:

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
-import multiprocessing
 import os
 import subprocess
 import tempfile
 from pathlib import Path
 
 from tests.agent import run_ranks
-from tests.e2e.launch import CHECKOUT, kill
+from tests.e2e.launch import CHECKOUT, faulty_rank, forked, kill
 
 NETWORK, MOUNTS = 0x40000000, 0x00020000  # CLONE_NEWNET, CLONE_NEWNS
 PORT = 29400
@@ -74,15 +72,13 @@ class Nodes:
         """Set a node's link "up" or "down"; what was on its way is lost."""
         _ip("-n", self._switch, "link", "set", f"port{number}", state)
 
-    def start(self, number: int, arguments: tuple, restarts: int = 0, fault: str = "") -> None:
+    def start(
+        self, number: int, arguments: tuple, restarts: int = 0, fault: dict | None = None
+    ) -> None:
         """Start a node's agent and its rank, with a fault of faulty_rank.py; return at once."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["examples.mimo.nemotron_vlm.loop.run", "sklearn.datasets"])
-        log = self.directory / f"node{number}.txt"
-        line = [fault, *map(str, arguments)]
-        own = (self._names, number, self.least, restarts, log, line)
-        self._started[number] = context.Process(target=_node, args=own)
-        self._started[number].start()
+        log, line = self.directory / f"node{number}.txt", list(map(str, arguments))
+        own = (self._names, number, self.least, restarts, log, fault, line)
+        self._started[number] = forked(_node, *own)
 
     def kill(self, number: int) -> None:
         """Kill a node's processes."""
@@ -111,7 +107,13 @@ def _ip(*words: str) -> None:
 
 
 def _node(
-    names: list[str], number: int, least: int, restarts: int, log: Path, line: list[str]
+    names: list[str],
+    number: int,
+    least: int,
+    restarts: int,
+    log: Path,
+    fault: dict | None,
+    line: list[str],
 ) -> None:
     """Enter the node's namespaces, and be its agent."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -136,10 +138,4 @@ def _node(
         "rdzv_configs": AGENT | {"is_host": number == 0},
         "local_addr": address(number),
     }
-    os._exit(run_ranks(1, _rank, *line, restarts=restarts, **agent))
-
-
-def _rank(fault: str, *arguments: str) -> None:
-    from tests.e2e.faulty_rank import train
-
-    train(json.loads(fault or "null"), list(arguments))
+    os._exit(run_ranks(1, faulty_rank, fault, line, restarts=restarts, **agent))

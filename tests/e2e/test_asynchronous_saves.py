@@ -5,6 +5,7 @@
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from examples.mimo.nemotron_vlm.loop.metrics import read_metrics
-from tests.e2e.launch import kill, start, wait_until
+from tests.e2e.launch import kill, wait_until
 from tests.e2e.test_faults import assert_whole, newest, saves_that_failed
 
 LIMIT_S = 90
@@ -45,7 +46,9 @@ def training(directory: Path, *more: str) -> Iterator[subprocess.Popen]:
     outputs = ("--metrics-out", metrics, "--save", directory / "saved")
     given = (directory / "hashed", *ARGUMENTS, *outputs, *more)
     with (directory / "said").open("w") as said:
-        rank = start("tests.e2e.asynchronous_saves", *given, stdout=said, stderr=said)
+        command = [sys.executable, "-m", "tests.e2e.asynchronous_saves", *map(str, given)]
+        options = {"start_new_session": True, "stdout": said, "stderr": said}
+        rank = subprocess.Popen(command, **options)
     try:
         wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1, LIMIT_S)
         yield rank

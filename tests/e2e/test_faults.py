@@ -9,13 +9,14 @@ import re
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from examples.mimo.nemotron_vlm.loop.metrics import read_metrics
-from tests.e2e.launch import kill, run, start, wait_until
+from tests.e2e.launch import faulty_ranks, forked, kill, run, wait_until
 
 ENCODER, LANGUAGE = 0, 1
 
@@ -55,12 +56,11 @@ FAULTS = [
 
 
 def start_faulty(
-    kind: str, rank: int, iteration: int, at: str, *arguments: str | Path, restarts: int = 0
-) -> subprocess.Popen:
-    """Start the program with this fault and return at once; its error output is kept."""
-    fault = json.dumps({"kind": kind, "rank": rank, "iteration": iteration, "at": at})
-    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    return start("tests.e2e.faulty_rank", restarts, fault, *ARGUMENTS, *arguments, **streams)
+    errors: Path, kind: str, rank: int, iteration: int, at: str, *more: object, restarts: int = 0
+) -> BaseProcess:
+    """Start the program with this fault and return at once; the file gets its error output."""
+    fault = {"kind": kind, "rank": rank, "iteration": iteration, "at": at}
+    return forked(faulty_ranks, errors, fault, list(map(str, (*ARGUMENTS, *more))), restarts)
 
 
 def newest(directory: Path) -> int:
@@ -100,13 +100,14 @@ class Struck(NamedTuple):
 
 def strike(kind: str, rank: int, iteration: int, at: str, saved: Path, *more: str | Path) -> Struck:
     """Train until the fault ends the run, which has saved before."""
-    process = start_faulty(kind, rank, iteration, at, "--save", saved, *more)
+    errors = saved.with_name("errors.txt")
+    process = start_faulty(errors, kind, rank, iteration, at, "--save", saved, *more)
     try:
-        wait_until(lambda: newest(saved) or process.poll() is not None, 300)
+        wait_until(lambda: newest(saved) or not process.is_alive(), 300)
         assert newest(saved)
         started = time.monotonic()
-        _, errors = process.communicate(timeout=LIMIT_S + 30)
-        return Struck(process.returncode, errors, time.monotonic() - started)
+        process.join(LIMIT_S + 30)
+        return Struck(process.exitcode, errors.read_text(), time.monotonic() - started)
     finally:
         kill(process)
 
@@ -169,9 +170,10 @@ class TestRestart:
 
     def test_of_a_loading_process_loses_no_step(self, whole, tmp_path):
         given = ("--metrics-out", tmp_path / "metrics.jsonl", "--num-workers", "1")
-        process = start_faulty("loader", LANGUAGE, 3, "optimizer", *given)
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
+        errors = tmp_path / "errors.txt"
+        process = start_faulty(errors, "loader", LANGUAGE, 3, "optimizer", *given)
+        process.join(300)
+        assert process.exitcode == 0, errors.read_text()
         assert losses(tmp_path / "metrics.jsonl") == whole
         (log,) = tmp_path.glob("log-*.txt")
         dead = rf"(?m)^WARNING:rank {LANGUAGE}:.*DataLoader worker \(pid.* new loading processes"
@@ -181,9 +183,10 @@ class TestRestart:
         """The losses agree to the last bit: only the steps since that checkpoint are lost."""
         cut, saved = tmp_path / "cut.jsonl", tmp_path / "cut"
         places = ("--metrics-out", cut, "--save", saved, "--load", saved)
-        process = start_faulty("kill", LANGUAGE, 4, "writing", *places, restarts=1)
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
+        errors = tmp_path / "errors.txt"
+        process = start_faulty(errors, "kill", LANGUAGE, 4, "writing", *places, restarts=1)
+        process.join(300)
+        assert process.exitcode == 0, errors.read_text()
         logs = [log.read_text() for log in sorted(tmp_path.glob("log-*.txt"))]
         assert len(logs) == 2, "one of each start"
         loaded = [re.findall(r"loaded checkpoint .* at iteration (\d+)", log) for log in logs]

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs on several hosts: one that dies, and comes back or not, and one whose link stalls."""
 
-import json
 import re
 import subprocess
 import time
@@ -84,7 +83,7 @@ def outputs(path: Path) -> tuple[Path, tuple]:
 
 def lose_a_node(nodes: Nodes, line: tuple) -> int:
     """Start a run, and wait until a node of it has died in its fourth step; return the node."""
-    fault = json.dumps({"kind": "node", "rank": LAST, "iteration": 4, "at": "optimizer"})
+    fault = {"kind": "node", "rank": LAST, "iteration": 4, "at": "optimizer"}
     for number in range(NODES):
         nodes.start(number, line, restarts=2, fault=fault)
     wait_until(lambda: not all(map(nodes.alive, range(NODES))), 60)

@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run goes on with the other version of Megatron-LM: the lock's release, and its next one."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.launch import REPOSITORY, kill, start
+from tests.e2e.launch import REPOSITORY
 from tests.e2e.test_faults import losses
 
 RELEASE, NEXT = (REPOSITORY / "build" / name for name in ("Megatron-LM", "next"))
@@ -34,10 +36,13 @@ def test_goes_on_with_the_other_version(saved, tmp_path):
 def train(checkout: Path, directory: Path, *arguments: str | Path) -> None:
     """Train on two ranks of a checkout of Megatron-LM to the end."""
     line = (*ARGUMENTS, "--metrics-out", directory / "metrics.jsonl", *arguments)
-    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    process = start("tests.e2e.faulty_rank", 0, "null", *line, checkout=checkout, **streams)
-    try:
-        _, errors = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == 0, errors
-    finally:
-        kill(process)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launch, "examples/mimo/pretrain_nemotron_vlm.py", *map(str, line)],
+        cwd=checkout,
+        env=os.environ | {"PYTHONPATH": str(checkout)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr

@@ -51,8 +51,8 @@ UNITS_OF_ONE += tuple(
     f"examples/nemotron_vlm/{path}"
     for path in (
         "model/test_training_parts.py::TestGradientFlow",
+        "model/test_training_parts.py::test_packed_samples_train_as_samples_one_by_one",
         "loop/test_loop.py",
-        "data/test_packed_rows.py",
     )
 )
 

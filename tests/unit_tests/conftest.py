@@ -56,16 +56,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests of another world size; on several ranks, drop those that need no ranks at all."""
-    needs_no_ranks = [item for item in items if item.get_closest_marker("world_size") is None]
-    if Utils.world_size > 1 and needs_no_ranks:
-        config.hook.pytest_deselected(items=needs_no_ranks)
-        items[:] = [item for item in items if item not in needs_no_ranks]
+    """On one rank, skip tests of several visibly; on several, drop those of another number."""
+    sizes = {item: item.get_closest_marker("world_size") for item in items}
+    sizes = {item: marker and marker.args[0] for item, marker in sizes.items()}
+    if Utils.world_size > 1:
+        items[:] = [item for item, size in sizes.items() if size == Utils.world_size]
+        config.hook.pytest_deselected(items=[item for item in sizes if item not in items])
     for item in items:
-        marker = item.get_closest_marker("world_size")
-        if marker is not None and marker.args[0] != Utils.world_size:
-            reason = f"needs {marker.args[0]} ranks, this run has {Utils.world_size}"
-            item.add_marker(pytest.mark.skip(reason=reason))
+        if sizes[item] not in (None, Utils.world_size):
+            item.add_marker(pytest.mark.skip(reason=f"needs {sizes[item]} ranks, this run has 1"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -23,23 +23,11 @@ from megatron.core.models.mimo.setup.module_groups import schedule_collection
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_model_config
-from megatron.training import argument_utils, get_timers
+from megatron.training import get_timers
 from megatron.training import training as loop
 from megatron.training.initialize import initialize_megatron
+from tests.unit_tests.examples.nemotron_vlm import preloaded  # noqa: F401 (its parser is quick)
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
-
-_read = argument_utils.ArgumentGroupFactory._get_field_docstrings
-_texts: dict[type, dict[str, str]] = {}
-
-
-def _read_once(factory: argument_utils.ArgumentGroupFactory, config: type) -> dict[str, str]:
-    if config not in _texts:
-        _texts[config] = _read(factory, config)
-    return _texts[config]
-
-
-# Megatron's parser parses the sources of its configurations for their help, a second each time.
-argument_utils.ArgumentGroupFactory._get_field_docstrings = _read_once
 
 LOCAL = ("--transformer-impl", "local")
 """Megatron's own layers: in fp32, Transformer Engine's attention has neither packed rows nor CP."""

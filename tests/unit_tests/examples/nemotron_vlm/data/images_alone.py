@@ -15,7 +15,6 @@ from examples.mimo.nemotron_vlm.data.step_plan import InputRange, Share, StepPla
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, tiny
 
 TINY = tiny()
-ANY_SIZE = TINY.with_images_of_any_size()
 
 
 def step_plan(
@@ -31,10 +30,8 @@ def one_take(rows: list[list[int]], ranges: list[InputRange], *atoms: list[int])
     return Take("train", rows, {IMAGES: Share(ranges, *map(np.array, atoms))})
 
 
-def reader(
-    source: SampleSource, packing: Packing | None, seq_length: int, preset: VLMPreset = TINY
-) -> Reader:
+def reader(source: SampleSource, packing: Packing | None, seq_length: int) -> Reader:
     """The reader of a rank that has labels, of two CP ranks."""
     flags = {"packing": packing, "reads_labels": True, "cp": 2, "sp": 1}
     tokens = source.token_ids
-    return Reader(source, preset.encoders, tokens, seq_length=seq_length, **flags)
+    return Reader(source, TINY.encoders, tokens, seq_length=seq_length, **flags)

@@ -14,18 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
 from examples.mimo.common.steps import training_steps
-from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
-from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
-from tests.unit_tests.examples.nemotron_vlm.data.images_alone import (
-    ANY_SIZE,
-    TINY,
-    one_take,
-    reader,
-    step_plan,
-)
+from tests.unit_tests.examples.nemotron_vlm.data.images_alone import one_take, reader
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     ENCODERS,
     GRIDS,
@@ -41,49 +32,6 @@ from tests.unit_tests.examples.nemotron_vlm.runs import options_of, session_of
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 SEQ_LENGTH = 64
-REPLICA = Layout(tp=2, cp=2, pp=2, dp=1)
-ROWS, MICROBATCHES = 8, 4
-
-
-def ranks_of(encoder_layout: Layout, placement: str) -> list[tuple[int | None, int | None]]:
-    """Each rank's part of the encoder and DP rank of the language model."""
-    parts = [part for part in range(encoder_layout.dp) for _ in range(encoder_layout.tp)]
-    if placement == COLOCATED:
-        return [(part, 0) for part in parts]
-    return [(part, None) for part in parts] + [(None, 0)] * REPLICA.size
-
-
-class TestAStepOfOneReplica:
-    @pytest.mark.parametrize(("kind", "preset"), [("tiles", TINY), ("any size", ANY_SIZE)])
-    @pytest.mark.parametrize("packing", [None, Packing(window=28, multiple=8)])
-    @pytest.mark.parametrize(
-        ("encoder_layout", "placement"),
-        [
-            pytest.param(Layout(tp=2, dp=4), COLOCATED, id="encoder-tp-2-dp-4"),
-            pytest.param(Layout(dp=8), COLOCATED, id="encoder-dp-8"),
-            pytest.param(Layout(tp=2, dp=1), NON_COLOCATED, id="non-colocated"),
-        ],
-    )
-    def test_reads_an_image_once_on_each_rank_that_encodes_it(
-        self, digits, monkeypatch, encoder_layout, placement, packing, kind, preset
-    ):
-        encoder = ENCODERS[kind](digits / "tokenizer")
-        opened = source(digits, encoder=encoder, seq_length=SEQ_LENGTH)
-        rows = Rows(opened, "train", SEQ_LENGTH, packing)
-        batch = Batch(ROWS, ROWS // MICROBATCHES, SEQ_LENGTH)
-        layouts = Layouts((encoder_layout,), REPLICA, batch, placement)
-        counts = ShardReads(monkeypatch)
-        wanted = Counter()
-        for part, dp in ranks_of(encoder_layout, placement):
-            schedule = EncoderSchedule(macro_batch=ROWS)
-            plan = step_plan(layouts, part, dp, preset=preset, balance=True, schedule=schedule)
-            reading = reader(opened, packing, SEQ_LENGTH, preset)
-            per_microbatch = 1 if packing else ROWS // MICROBATCHES
-            for take in plan.takes(rows, 0, ROWS // per_microbatch, per_microbatch):
-                assert isinstance(reading[take], dict)
-                encoded = {part.sample for part in take.shares[IMAGES].ranges or ()}
-                wanted.update(names(opened, "train", encoded))
-        assert counts.images == wanted and min(wanted.values()) >= encoder_layout.tp
 
 
 @requires_world_size(8)
@@ -101,8 +49,10 @@ class TestEightRanks:
     @pytest.mark.parametrize(
         "options",
         [
-            "--encoder tp=2,dp=4 --language cp=2,pp=2,dp=2 --num-workers 1 --micro-batch-size 2",
-            "--encoder tp=2,dp=4 --language tp=2,dp=4 --num-workers 2 --micro-batch-size 1",
+            "--encoder tp=2,dp=4 --language cp=2,pp=2,dp=2 --num-workers 1 --micro-batch-size 1 "
+            "--pack --global-batch-size 4",
+            "--encoder tp=2,dp=4 --language tp=2,dp=4 --num-workers 2 --micro-batch-size 1 "
+            "--dynamic-resolution",
             "--placement non-colocated --encoder tp=4 --language cp=2,pp=2 --num-workers 2",
         ],
     )

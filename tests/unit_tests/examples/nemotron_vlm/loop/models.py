@@ -99,7 +99,6 @@ MODELS = {
     "own defaults": Model(OWN_DEFAULTS, steps=STEPS),
     "24 samples": Model(OWN_DEFAULTS, samples=24),
     "tiny-gdn": Model((*LOCAL, "--model", "tiny-gdn")),
-    "six layers": Model(SIX_LAYERS, samples=24),
     "six layers, partly text": Model(SIX_LAYERS, source=PartlyText(), samples=24),
     "sound and images": Model(("--model", "tiny-omni"), source=SoundAndImages()),
     "growing batch": Model(GROWING, samples=0, steps=4),

@@ -25,7 +25,6 @@ BIT_FOR_BIT = {
         Row(4, "bit for bit", "pp=2,dp=1", "pp=2,dp=1", APART),
         Row(4, "bit for bit", "dp=2", "dp=2", APART, microbatches=1),
         Row(2, "bit for bit", "dp=2", "pp=2,dp=1,vpp=2"),
-        Row(2, "bit for bit", "dp=1", "dp=1", APART),
     ]
 }
 """Rows whose losses and gradient norms are those of one rank to the last bit; it has microbatches

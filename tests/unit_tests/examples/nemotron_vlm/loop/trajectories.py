@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.loop.run import train
+from tests.unit_tests.examples.nemotron_vlm import preloaded
 from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS, Model
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import Row
 from tests.unit_tests.examples.nemotron_vlm.runs import (
@@ -111,7 +112,7 @@ def _run_alone(arguments: list[str], log: Path, source: SampleSource | None) -> 
     """
     context = multiprocessing.get_context("spawn" if HAVE_CUDA else "forkserver")
     if not HAVE_CUDA:
-        context.set_forkserver_preload(["examples.mimo.nemotron_vlm.loop.run", "sklearn.datasets"])
+        context.set_forkserver_preload([preloaded.__name__])
     process = context.Process(target=_program, args=(arguments, log, source))
     process.start()
     process.join(ONE_RANK_TIMEOUT_S)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from examples.mimo.nemotron_vlm.data import SampleSource
+from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.model.layer_specs import layer_specs
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
@@ -19,9 +20,14 @@ from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet
 from megatron.core.transformer import transformer_config
 from megatron.core.transformer.moe.layout_free_router import LayoutFreeRouter
 from megatron.core.transformer.moe.router import TopKRouter
-from tests.unit_tests.examples.nemotron_vlm.runs import trainer
-from tests.unit_tests.models.mimo.one_step import PROPORTIONAL_STEP
-from tests.unit_tests.models.mimo.weights import Weights, gather_weights
+from tests.unit_tests.examples.nemotron_vlm.loop.models import PACK
+from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL, trainer
+from tests.unit_tests.models.mimo.one_step import PROPORTIONAL_STEP, TOLERANCE
+from tests.unit_tests.models.mimo.weights import (
+    Weights,
+    assert_shards_moved_alike,
+    gather_weights,
+)
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 ONE_MICROBATCH = ("--micro-batch-size", "32")
@@ -79,6 +85,31 @@ class TestGradientFlow:
             chance = run.evaluate(batches=4)
         assert read > 0.5
         assert chance < 0.2
+
+
+@requires_world_size(1)
+def test_packed_samples_train_as_samples_one_by_one():
+    """The first window is packed into rows, and also laid out with a row for each sample.
+
+    Experts are not balanced: balancing counts padding, of which the two have unlike amounts.
+    """
+    alone = ("--global-batch-size", "24", "--micro-batch-size", "1", "--seq-length", "64")
+    losses = (
+        *(*LOCAL, *PROPORTIONAL_STEP, "--moe-aux-loss-coeff", "0"),
+        "--no-moe-router-enable-expert-bias",
+    )
+    with trainer(*alone, *losses) as run:
+        before = gather_weights(run.stages)
+        one_by_one = run.train_step()
+        after = gather_weights(run.stages)
+        stream = Rows(run.source, "train", 64, Packing(window=24, multiple=16), run.args.seed)
+    rows = len(stream.first())
+    assert rows < 24
+    with trainer(*PACK, *alone[2:4], *losses, "--global-batch-size", str(rows)) as run:
+        together = run.train_step()
+        assert_shards_moved_alike(run.stages, before, after, TOLERANCE)
+    assert together["loss"] == pytest.approx(one_by_one["loss"], rel=1e-6)
+    assert together["num_tokens"] == one_by_one["num_tokens"]
 
 
 def tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from examples.mimo.common.refusals import NEEDS_GPU, WHEREVER_SET
 from examples.mimo.nemotron_vlm.model.presets import tiny
 from examples.mimo.nemotron_vlm.options import arguments
 from megatron.training.arguments import add_megatron_arguments
-from tests.unit_tests.examples.nemotron_vlm import runs  # noqa: F401 (its parser is quick)
+from tests.unit_tests.examples.nemotron_vlm import preloaded  # noqa: F401 (its parser is quick)
 
 RANKS, LAYOUT = 8, "tp=2,cp=2,pp=2,ep=2,etp=1"
 STAGES = "MEM*|MEM*"

@@ -16,7 +16,7 @@ from examples.mimo.nemotron_vlm.options.config_file import write_config
 from examples.mimo.nemotron_vlm.options.environment import at_start, uses_gpus
 from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options
 from examples.mimo.pretrain_nemotron_vlm import ROOT
-from tests.unit_tests.examples.nemotron_vlm import runs  # noqa: F401 (its parser is quick)
+from tests.unit_tests.examples.nemotron_vlm import preloaded  # noqa: F401 (its parser is quick)
 from tests.unit_tests.test_utilities import Utils
 
 RECIPES = sorted((ROOT / "examples/mimo/recipes").glob("*.yaml"))

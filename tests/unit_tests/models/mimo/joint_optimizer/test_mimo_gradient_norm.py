@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient norm counts each element of the model once, however TP, EP and ETP share it."""
 
+import functools
+
 import pytest
 
 from megatron.core.models.mimo.joint_optimizer import optimizer
@@ -25,6 +27,13 @@ def norm_of_ones(run: Run) -> float:
     return record["grad_norm"]
 
 
+@functools.cache
+def elements(*options: str) -> int:
+    """Number of elements of the model, which every rank holds whole."""
+    with trainer("--encoder", "dp=4", "--language", "dp=4", *options) as run:
+        return sum(p.numel() for stage in run.stages for p in stage.parameters())
+
+
 @requires_world_size(4)
 @pytest.mark.parametrize("marked", [True, False], ids=["marked", "unmarked"])
 @pytest.mark.parametrize(
@@ -38,9 +47,6 @@ def norm_of_ones(run: Run) -> float:
 def test_it_is_the_root_of_the_number_of_elements(language, marked, options, monkeypatch):
     """Also where layers leave weights of whole experts unmarked, which TP ranks do not share then:
     those of Transformer Engine's grouped GEMM were."""
-    with trainer("--encoder", "dp=4", "--language", "dp=4", *options) as run:
-        whole = sum(p.numel() for stage in run.stages for p in stage.parameters())
-
     make = optimizer.get_megatron_optimizer
 
     def unmarked(config, stages, *args, **more):
@@ -49,6 +55,7 @@ def test_it_is_the_root_of_the_number_of_elements(language, marked, options, mon
                 parameter.tensor_model_parallel = marked
         return make(config, stages, *args, **more)
 
+    whole = elements(*options)
     monkeypatch.setattr(optimizer, "get_megatron_optimizer", unmarked)
     with trainer("--encoder", "tp=2,dp=2", "--language", language, *options) as run:
         assert norm_of_ones(run) == pytest.approx(whole**0.5, rel=1e-6)

@@ -1,0 +1,31 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What takes a program seconds at its start, for processes that are forked when this is imported.
+
+It is imported where there is no CPU runtime yet: programs install it.
+"""
+
+import gc
+from argparse import ArgumentParser
+
+import sklearn.datasets  # noqa: F401
+
+import examples.mimo.nemotron_vlm.loop.run  # noqa: F401
+from megatron.training import argument_utils
+from megatron.training.arguments import add_megatron_arguments
+
+_read = argument_utils.ArgumentGroupFactory._get_field_docstrings
+_texts: dict[type, dict[str, str]] = {}
+
+
+def _read_once(factory: argument_utils.ArgumentGroupFactory, config: type) -> dict[str, str]:
+    if config not in _texts:
+        _texts[config] = _read(factory, config)
+    return _texts[config]
+
+
+# Megatron's parser parses the sources of its configurations for their help.
+argument_utils.ArgumentGroupFactory._get_field_docstrings = _read_once
+add_megatron_arguments(ArgumentParser())
+gc.collect()
+gc.freeze()  # a forked process frees its model quickly then
