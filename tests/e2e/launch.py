@@ -21,7 +21,7 @@ from tests.agent import run_ranks
 REPOSITORY = Path(__file__).resolve().parents[2]
 CHECKOUT = REPOSITORY / "build" / ("next" if os.environ.get("NEXT") else "Megatron-LM")
 ENVIRONMENT = {
-    "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{REPOSITORY}",
+    "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{CHECKOUT}",  # a git checkout has tests of its own
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "ignore",
 }
@@ -88,7 +88,7 @@ def start(module: str, *arguments: object, **streams) -> subprocess.Popen:
     """Start a module of the tests in a process group of its own, and return at once."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *map(str, arguments)],
-        cwd=CHECKOUT,
+        cwd=REPOSITORY,
         env=os.environ | ENVIRONMENT,
         start_new_session=True,
         **streams,
