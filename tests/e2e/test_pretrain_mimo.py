@@ -3,7 +3,8 @@
 """Upstream's own ``pretrain_mimo.py`` on an applied tree: the same in every layout.
 
 The program is in git checkouts only: see ``upstream_world.py``. Its model is the Nemotron VLM:
-RADIO, pixel shuffle, MLP projector, and Mamba-2, attention and experts.
+RADIO, pixel shuffle, MLP projector, and Mamba-2, attention and experts. ``STAGED_BRANCH`` names a
+branch of the checkout that runs in place of the applied tree.
 """
 
 from pathlib import Path
@@ -28,7 +29,6 @@ OPTIONS = """
     --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4
     --moe-token-dispatcher-type alltoall
     --mamba-num-heads 32 --mamba-head-dim 4 --mamba-num-groups 4 --mamba-state-dim 16
-    --linear-cp-mode chunkwise --linear-cp-layout contiguous
     --img-h 32 --img-w 32 --patch-dim 8 --pixel-shuffle --disable-vision-class-token
     --image-token-id 63 --vocab-size 64 --make-vocab-size-divisible-by 1
     --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8
@@ -39,6 +39,7 @@ OPTIONS = """
     --no-persist-layer-norm --no-masked-softmax-fusion --no-gradient-accumulation-fusion
     --no-bias-gelu-fusion --no-bias-dropout-fusion
 """
+CHUNKWISE = "--linear-cp-mode chunkwise --linear-cp-layout contiguous"
 ONE_RANK = "--encoder-tp 1 --encoder-dp 1 --llm-tp 1 --llm-dp 1"
 
 
@@ -71,10 +72,14 @@ def one_rank(applied, tmp_path_factory) -> list[list[float]]:
     "ranks, layout",
     [
         (4, "--encoder-tp 2 --encoder-dp 2 --llm-dp 1 --llm-tp 1 --llm-cp 2 --llm-pp 2 --llm-ep 2"),
-        (8, "--encoder-tp 2 --encoder-dp 4 --llm-dp 2 --llm-tp 1 --llm-cp 2 --llm-pp 2 --llm-ep 2"),
+        (
+            8,
+            "--encoder-tp 2 --encoder-dp 4 --llm-dp 2 --llm-tp 1 --llm-cp 2 --llm-pp 2 --llm-ep 2 "
+            + CHUNKWISE,
+        ),
         (4, "--encoder-tp 1 --encoder-dp 4 --llm-dp 2 --llm-tp 2 --llm-ep 2"),
     ],
-    ids=["4-ranks", "8-ranks", "4-ranks-no-pipeline"],
+    ids=["4-ranks", "8-ranks-chunkwise", "4-ranks-no-pipeline"],
 )
 def test_shared_ranks_train_as_one_does(applied, one_rank, ranks, layout, tmp_path):
     losses, norms = trajectory(applied, ranks, layout, tmp_path / "run")

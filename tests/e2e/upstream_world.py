@@ -41,7 +41,10 @@ def put_pristine(tree: Path) -> bool:
 
 
 def put_applied(pristine: Path, tree: Path) -> None:
-    """Put a copy of `pristine` with the overlay at `tree`."""
+    """Put a copy of `pristine` with the overlay at `tree`, or else the checkout's staged branch."""
+    if branch := os.environ.get("STAGED_BRANCH"):
+        clone(Path(os.environ["MEGATRON_GIT_CHECKOUT"]), tree, branch)
+        return
     apply(REPOSITORY, shutil.copytree(pristine, tree, ignore=shutil.ignore_patterns(".git")))
 
 

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_pretrain_mimo import APART, BF16_TOLERANCE, ONE_RANK, OPTIONS, PROGRAM
+from tests.e2e.test_pretrain_mimo import (
+    APART,
+    BF16_TOLERANCE,
+    CHUNKWISE,
+    ONE_RANK,
+    OPTIONS,
+    PROGRAM,
+)
 from tests.e2e.upstream_world import put_applied, put_pristine, scalars_of
 
 TOLERANCE = 1e-4
@@ -32,7 +39,7 @@ GPT = """
     --eval-iters 0 --eval-interval 100 --log-interval 1 --tensorboard-log-interval 1
     --use-distributed-optimizer --no-gradient-accumulation-fusion --disable-bias-linear
 """
-MIMO = f"{PROGRAM} {OPTIONS}"
+MIMO = f"{PROGRAM} {OPTIONS} {CHUNKWISE}"
 TWO_GPUS = "--encoder-tp 1 --encoder-dp 2 --llm-tp 2 --llm-dp 1 --llm-ep 2"
 
 

@@ -12,9 +12,8 @@ import pytest
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import NON_COLOCATED, PLACEMENTS, Batch, Layout, Layouts
 from examples.mimo.common.layout_rules import CHUNKWISE
-from examples.mimo.nemotron_vlm.loop.dry_run import dry_run
+from examples.mimo.nemotron_vlm.loop.dry_run import dry_run, planned
 from examples.mimo.nemotron_vlm.loop.dry_run import plan as plan_text
-from examples.mimo.nemotron_vlm.loop.dry_run import planned
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
 from examples.mimo.nemotron_vlm.model.presets import find_preset
 from examples.mimo.nemotron_vlm.options.arguments import parse

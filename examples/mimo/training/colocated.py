@@ -70,6 +70,8 @@ def add_layout_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "parameter's name, alike in every layout; --init-method-std is of the language model's "
         "matrices.",
     )
+    # Upstream's main would save those of a tokenizer, and the program loads none.
+    parser.set_defaults(save_tokenizer_assets=False)
     return parser
 
 
@@ -87,7 +89,6 @@ def take_sizes(args: argparse.Namespace) -> None:
             f"--mimo-layout {COLOCATED} needs --llm-offset 0, not {args.llm_offset}: both modules "
             "start at rank 0"
         )
-    args.save_tokenizer_assets = False  # upstream's main would save those of one that is loaded
     refuse(argparse.Namespace(**vars(args) | {"device": "cuda"}), [*REFUSALS, *IN_OTHERS])
     layouts = _layouts(args)
     encoder, language = layouts.encoder, layouts.language
