@@ -124,4 +124,4 @@ def test_goes_on_in_another_precision(before, after, shared_path, capsys):
         assert run.step == 2
         found = [run.train_step()["loss"] for _ in range(2)]
     assert "another precision: " in capsys.readouterr().err
-    assert found == pytest.approx(expected, rel=MOST)
+    assert found == pytest.approx(expected, rel=2 * MOST)  # FP8 in all layers: 1 % over ten steps
