@@ -8,44 +8,34 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ARCHIVES = REPOSITORY.parent / "shared/upstream"
-sys.path.insert(0, str(REPOSITORY / "tools"))
-
-from upstream_tests.trees import apply, clone  # noqa: E402
-
 PROGRAM = Path(__file__).parent / "upstream_scripts/world.py"
 Scalars = dict[str, list[tuple[int, float]]]
 
 
 def put_pristine(tree: Path) -> bool:
-    """Put the pristine files at `tree`; return False if there are none.
-
-    They come from ``MEGATRON_GIT_CHECKOUT``, or else from the pin's package and an archive of what
-    a checkout has beside it, in ``../shared/upstream``.
-    """
+    """Clone ``MEGATRON_GIT_CHECKOUT`` to `tree`; return False if it is not set."""
     given = os.environ.get("MEGATRON_GIT_CHECKOUT")
-    archives = sorted(ARCHIVES.glob("*-beside-the-package.tgz"))
     if given:
-        clone(Path(given), tree)
-    elif archives:
-        subprocess.run([REPOSITORY / "tools/fetch_upstream.sh", tree], check=True)
-        with tarfile.open(archives[-1]) as archive:
-            archive.extractall(tree, filter="data")
-    return bool(given or archives)
+        _clone(given, tree)
+    return bool(given)
 
 
 def put_applied(pristine: Path, tree: Path) -> None:
     """Put a copy of `pristine` with the overlay at `tree`, or else the checkout's staged branch."""
     if branch := os.environ.get("STAGED_BRANCH"):
-        clone(Path(os.environ["MEGATRON_GIT_CHECKOUT"]), tree, branch)
+        _clone(os.environ["MEGATRON_GIT_CHECKOUT"], tree, "--branch", branch)
         return
-    apply(REPOSITORY, shutil.copytree(pristine, tree, ignore=shutil.ignore_patterns(".git")))
+    shutil.copytree(pristine, tree, ignore=shutil.ignore_patterns(".git"))
+    subprocess.run([REPOSITORY / "tools/apply_overlay.sh", tree], check=True)
+
+
+def _clone(checkout: str, tree: Path, *options: str) -> None:
+    subprocess.run(["git", "clone", "--quiet", *options, "--", checkout, tree], check=True)
 
 
 def scalars_of(folder: Path) -> Scalars:
