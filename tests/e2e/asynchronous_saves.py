@@ -21,6 +21,8 @@ from examples.mimo.common import refusals  # noqa: E402
 from examples.mimo.pretrain_nemotron_vlm import main  # noqa: E402
 from megatron.core.dist_checkpointing import parallel_manifest  # noqa: E402
 
+# The writing process finds this file: the program has put its checkout first.
+sys.path.insert(0, str(Path(__file__).parents[2]))
 hash_of = parallel_manifest._compute_file_hash
 
 
