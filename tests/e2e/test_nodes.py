@@ -111,7 +111,7 @@ def test_a_stalled_link_ends_the_run_on_every_node(nodes, tmp_path):
     wait_until(lambda: newest(saved), 60)
     stall(nodes, WAITING_S / 4)
     before = len(read_metrics(metrics))
-    wait_until(lambda: len(read_metrics(metrics)) > before + 10, WAITING_S)
+    wait_until(lambda: len(read_metrics(metrics)) > before + 10, 60)
     stall(nodes, WAITING_S + 4)
     ends = nodes.ends(60)
     assert not {None, 0} & set(ends)

@@ -22,12 +22,27 @@ from megatron.core.cpu_runtime.replacement import Replacement
 
 _TRACKER_LOGGER = "megatron.core.tensor_parallel.random"
 _TRACKER_WARNING = "CPU RNG state changed within GPU RNG context"
-GENERATOR = torch.default_generator
+_GENERATOR = torch.default_generator
+
+
+def get_rng_state(device="cuda") -> torch.Tensor:
+    """Return a copy of the generator's state."""
+    return _GENERATOR.get_state()
+
+
+def set_rng_state(new_state: torch.Tensor, device="cuda") -> None:
+    """Set the generator's state."""
+    _GENERATOR.set_state(new_state)
 
 
 def manual_seed(seed: int) -> None:
     """Seed the generator."""
-    GENERATOR.manual_seed(int(seed))
+    _GENERATOR.manual_seed(int(seed))
+
+
+def initial_seed() -> int:
+    """Return the seed that the generator was last given."""
+    return _GENERATOR.initial_seed()
 
 
 class Generators(Sequence):
@@ -37,7 +52,7 @@ class Generators(Sequence):
         return torch.cuda.device_count()
 
     def __getitem__(self, index: int) -> torch.Generator:
-        return GENERATOR
+        return _GENERATOR
 
 
 def _data_loading_stream() -> Callable[[], contextlib.AbstractContextManager]:
@@ -47,16 +62,16 @@ def _data_loading_stream() -> Callable[[], contextlib.AbstractContextManager]:
     @contextlib.contextmanager
     def active():
         nonlocal state
-        outer = GENERATOR.get_state()
+        outer = _GENERATOR.get_state()
         if state is None:
-            GENERATOR.manual_seed(GENERATOR.initial_seed())
+            _GENERATOR.manual_seed(_GENERATOR.initial_seed())
         else:
-            GENERATOR.set_state(state)
+            _GENERATOR.set_state(state)
         try:
             yield
         finally:
-            state = GENERATOR.get_state()
-            GENERATOR.set_state(outer)
+            state = _GENERATOR.get_state()
+            _GENERATOR.set_state(outer)
 
     return active
 
