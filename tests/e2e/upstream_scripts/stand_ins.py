@@ -118,6 +118,10 @@ def _transformer_engine() -> None:
     te.TERowParallelLinear = layers.RowParallelLinear
     te.TELayerNormColumnParallelLinear = NormThenColumns
     te.TEDotProductAttention = Attention
+    # Main asks whether a layer of multi-token prediction is one of these.
+    inference = import_module("megatron.core.tensor_parallel.inference_layers")
+    for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
+        setattr(inference, name, type(name, (), {}))
 
 
 def small_radio() -> None:
