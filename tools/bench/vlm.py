@@ -84,6 +84,12 @@ def runs_of(row: str) -> dict[str, dict]:
     return ROWS["shared"][runs] if isinstance(runs, str) else runs
 
 
+def torchrun(ranks: int) -> list[str]:
+    """Return the command line's part that starts so many ranks of a program."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [sys.executable, *launch]
+
+
 def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
     """Carry out one run and return its figures; those of the profiler are None without GPUs."""
     last = WARM_UP + MEASURED
@@ -94,8 +100,7 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
         rest += ["--log-file", str(out / "log.txt"), "--tensorboard-dir", str(out / "tensorboard")]
         rest += ["--profile", "--use-pytorch-profiler", "--profile-ranks", "0"]
         rest += ["--profile-step-start", str(last), "--profile-step-end", str(last + PROFILED)]
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command = [sys.executable, *launch, PROGRAM, *arguments, *rest]
+        command = [*torchrun(ranks), PROGRAM, *arguments, *rest]
         checkout = os.environ.get("CHECKOUT", ROOT / "build" / "Megatron-LM")
         subprocess.run(command, check=True, cwd=checkout)
         records = list(map(json.loads, (out / "metrics.jsonl").read_text().splitlines()))
@@ -135,11 +140,10 @@ def measured_upstream(run: dict, arguments: list[str], ours: dict) -> dict[str, 
     ranks, checkout = run["ranks"], os.environ["MEGATRON_GIT_CHECKOUT"]
     with tempfile.TemporaryDirectory() as directory:
         rest = ["--train-iters", str(WARM_UP + MEASURED), "--log-interval", "1000", "--seed", "1"]
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         program = [str(Path(__file__).with_name("upstream.py")), directory, run["script"]]
         paths = os.pathsep.join([checkout, os.environ.get("PYTHONPATH", "")])
         subprocess.run(
-            [sys.executable, *launch, *program, *arguments, *rest],
+            [*torchrun(ranks), *program, *arguments, *rest],
             check=True,
             cwd=checkout,
             env=os.environ | {"PYTHONPATH": paths, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},

@@ -17,7 +17,7 @@ THREE_PHASES, BUBBLES = "three-phases", "bubbles"
 """Colocated with a pipeline: the encoder before and after it; or where its stages would wait."""
 
 PLANNED = "planned"
-"""What ``--language`` says where the planner chooses all layouts."""
+"""Value of ``--language`` with which the planner chooses all layouts."""
 
 TOKEN_MULTIPLE = "tp, times 2·cp with context parallelism"
 

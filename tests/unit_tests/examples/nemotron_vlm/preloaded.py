@@ -1,8 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What takes a program seconds at its start, for processes that are forked when this is imported.
+"""Imports that take a program seconds at its start: processes forked after them start quickly.
 
-It is imported where there is no CPU runtime yet: programs install it.
+They are made where there is no CPU runtime yet: programs install it.
 """
 
 import gc

@@ -26,7 +26,7 @@ assert signal.getsignal(signal.SIGUSR1) is print
 """
 
 STARTS = {QUEUE: signal.SIGKILL, WRITER: signal.SIGKILL, DEAF: signal.SIGUSR1}
-"""What a rank does to start a process, and the signal: SIGKILL is for the rank, others for it."""
+"""Code that starts a process of a rank. SIGKILL goes to the rank, other signals to the process."""
 
 RANKS = """
 import multiprocessing, os, signal, sys, time, torch
