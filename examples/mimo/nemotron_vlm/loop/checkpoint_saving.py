@@ -139,9 +139,11 @@ def _errors_of_all_ranks(directory: Path) -> list[str]:
 
 def _cause(error: CheckpointException | CheckpointingException) -> str:
     """Return the reason; collective, as PyTorch tells it to the first rank alone."""
+    no_result = "results_queue should not be empty"
     said = [" ".join(str(error).split())[:300]]
     if isinstance(error, CheckpointException):
         for rank, (cause, _) in list(error.failures.items())[:1]:
-            said = [f"rank {rank}: {' '.join(str(cause).split())[:300]}"]
+            text = " ".join(str(cause).split())[:300]
+            said = [f"rank {rank}: {text.replace(no_result, 'its writing process has ended')}"]
         dist.broadcast_object_list(said)
     return said[0]

@@ -3,10 +3,12 @@
 """Processes of an asynchronous save, which end with their rank, and the queue of its results."""
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from multiprocessing import Process
+from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.managers import SyncManager
 from multiprocessing.queues import JoinableQueue
@@ -57,6 +59,20 @@ def join(queue: JoinableQueue, process: Process) -> None:
     waiting.start()
     while waiting.is_alive() and process.is_alive():
         waiting.join(1)
+
+
+def discard(queue: JoinableQueue) -> None:
+    """Empty a queue whose reading process was killed, and end the thread that fills it.
+
+    At its end this process waits for that thread, which waits for room in the pipe. Bytes are read
+    as they are: the other process may have had a part of an object, and the lock of the reader.
+    """
+    queue.close()
+    filling = queue._thread
+    with Connection(os.dup(queue._reader.fileno()), writable=False) as reader:
+        while filling is not None and filling.is_alive():
+            if reader.poll(0.1):
+                os.read(reader.fileno(), 2**16)
 
 
 def managed_queue(context: BaseContext) -> Queue:
