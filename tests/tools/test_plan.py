@@ -125,6 +125,38 @@ class TestProgram:
         for plan in plans("--encoder-schedule bubbles"):
             assert plan["schedule"]["in_bubbles"] == (plan["language"]["pp"] > 1)
 
+    # Bytes of a gradient and of Adam's state, as the documentation of Megatron's distributed
+    # optimizer and of Transformer Engine's FusedAdam have them.
+    @pytest.mark.parametrize(
+        "options, state",
+        [
+            ("", (4, 12)),
+            ("--grad-reduce-in-bf16", (2, 12)),
+            ("--use-precision-aware-optimizer", (4, 2 + 8)),
+            ("--use-precision-aware-optimizer --main-params-dtype fp16", (4, 2 + 8)),
+            (
+                "--use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16 "
+                "--exp-avg-sq-dtype=fp8",
+                (2, 2 + 2 + 1),
+            ),
+            (
+                "--use-precision-aware-optimizer --optimizer-cpu-offload "
+                "--optimizer-offload-fraction 0.75",
+                (4, 3),
+            ),
+        ],
+    )
+    def test_counts_the_types_that_the_optimizer_keeps(self, options, state, tmp_path):
+        file = tmp_path / "plans.json"
+        shown = self.plan(f"--plan 2 --device cuda --bf16 {options} --plan-json {file}")
+        (plan, *_) = json.loads(file.read_text())["plans"]
+        first, *_ = plan["bytes"].values()
+        numbers = first["parameters"] / 2
+        assert first["gradients"] == state[0] * numbers
+        replicas = 12 * numbers / first["optimizer"] * state[1] / 12
+        assert 1 <= replicas <= 2
+        assert shown.rstrip().endswith(options)
+
     @pytest.mark.parametrize("more", ["", f"--pack --placement {NON_COLOCATED}"])
     def test_is_run_by_ranks_whose_layouts_are_planned(self, more, monkeypatch):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

@@ -19,13 +19,13 @@ from examples.mimo.nemotron_vlm.options.arguments import parse
 from examples.mimo.nemotron_vlm.planner.inputs import Inputs
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
-from examples.mimo.nemotron_vlm.planner.plan import Plan, plan_of
+from examples.mimo.nemotron_vlm.planner.plan import OF_STATE, Plan, plan_of, words_among
 from examples.mimo.nemotron_vlm.planner.step_time import step_time
 
-DECIDE = """--model --num-layers --hybrid-layer-pattern --num-experts --vocab-size --seq-length
-    --global-batch-size --micro-batch-size --encoder --language --placement --encoder-macro-batch
-    --encoder-schedule --recompute-encoder --recompute-granularity --recompute-method
-    --recompute-num-layers""".split()
+DECIDE = """--device --bf16 --model --num-layers --hybrid-layer-pattern --num-experts --vocab-size
+    --seq-length --global-batch-size --micro-batch-size --encoder --language --placement
+    --encoder-macro-batch --encoder-schedule --recompute-encoder --recompute-granularity
+    --recompute-method --recompute-num-layers""".split()
 """Options that change the prediction."""
 
 
@@ -69,7 +69,8 @@ def compare(machine: Machine, runs: list[dict]) -> list[dict]:
 def planned(words: list[str], ranks: int) -> Plan:
     """Return the plan of a command line, on any host; ``--data digits:N`` has N tiles a sample."""
     pairs = list(zip(words, words[1:], strict=False))
-    asked = [word for pair in pairs if pair[0] in DECIDE for word in pair]
+    asked = ["--dry-run", str(ranks), "--encoder-macro-batch", "1"]  # once its default on GPUs
+    asked += words_among(words, [*DECIDE, *OF_STATE])
     with redirect_stdout(None):  # Megatron prints its arguments
         plan = plan_of(parse(asked, ranks))
     of_data = [value.partition(":")[2] for name, value in pairs if name == "--data"]

@@ -153,6 +153,10 @@ def _needs_aware_optimizer(option: str) -> Refusal:
     )
 
 
+def _only_predicts(args: Namespace) -> bool:
+    return bool(getattr(args, "dry_run", 0) or getattr(args, "plan", 0))
+
+
 def _has_stages(args: Namespace) -> bool:
     """Return whether ranks hold different layers; False until the layout is known."""
     is_apart = getattr(args, "placement", COLOCATED) != COLOCATED
@@ -186,6 +190,7 @@ REFUSALS = [
         lambda args: (
             args.use_precision_aware_optimizer
             and not args.optimizer_cpu_offload
+            and not _only_predicts(args)
             and find_spec("transformer_engine") is None
         ),
         "Transformer Engine, whose Adam it takes, is not installed",

@@ -28,7 +28,7 @@ from examples.mimo.nemotron_vlm.planner.parameters import (
 )
 from examples.mimo.nemotron_vlm.planner.picture import describe as describe_ranks
 from examples.mimo.nemotron_vlm.planner.picture import draw
-from examples.mimo.nemotron_vlm.planner.plan import plan_of
+from examples.mimo.nemotron_vlm.planner.plan import OF_STATE, plan_of, state_of, words_among
 from examples.mimo.nemotron_vlm.planner.report import (
     as_data,
     choices_of,
@@ -131,6 +131,8 @@ def _fastest(argv: list[str], own: Namespace, ranks: int) -> tuple[Task, Found]:
         placements=(own.placement,) if is_chosen else PLACEMENTS,
         in_bubbles=own.encoder_schedule == BUBBLES,
         micro_sizes=(1,) if args.pack else MICRO_SIZES,
+        state=state_of(args, machine.precision == 2),
+        state_options=tuple(words_among(argv, OF_STATE)),
     )
     return task, search(task)
 

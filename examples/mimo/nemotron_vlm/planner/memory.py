@@ -8,7 +8,7 @@ are freed before.
 
 from functools import cache
 
-from examples.mimo.common.layout import Layout, Layouts
+from examples.mimo.common.layout import Layout
 from examples.mimo.nemotron_vlm.planner import layers
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED, RankBatch
 from examples.mimo.nemotron_vlm.planner.machine import Machine
@@ -26,7 +26,7 @@ def memory_of(plan: Plan, machine: Machine) -> list[Memory]:
     parts = []
     for stage in stages_of_pipeline(plan.layouts):
         kept = _encoder_stage if stage.module == "encoder" else _language_stage
-        state = _state(held(plan.preset, plan.layouts, stage), plan.layouts, machine.precision)
+        state = _state(held(plan.preset, plan.layouts, stage), plan, machine.precision)
         parts.append(state | kept(plan, machine, stage) | {"reserved": machine.reserved_bytes})
     return parts
 
@@ -36,9 +36,9 @@ def peak(parts: list[Memory]) -> float:
     return max(sum(part.values()) for part in parts)
 
 
-def _state(elements: tuple[int, ...], layouts: Layouts, precision: int) -> Memory:
-    """Return parameters, fp32 gradients, and Adam's shard: moments, and fp32 weights with bf16."""
-    lay = layouts.language
+def _state(elements: tuple[int, ...], plan: Plan, precision: int) -> Memory:
+    """Return the bytes of parameters, gradients, and the optimizer's shard."""
+    layouts, lay = plan.layouts, plan.layouts.language
     replicas = *(each.dp for each in layouts.encoders), lay.dp * lay.cp, lay.expt_dp
     numbers = sharded = 0.0
     for number, copies in zip(elements, replicas, strict=True):
@@ -47,8 +47,8 @@ def _state(elements: tuple[int, ...], layouts: Layouts, precision: int) -> Memor
         sharded += size / copies
     return {
         "parameters": precision * numbers,
-        "gradients": 4.0 * numbers,
-        "optimizer": (12.0 if precision == 2 else 8.0) * sharded,
+        "gradients": plan.state.gradient * numbers,
+        "optimizer": plan.state.optimizer * sharded,
     }
 
 

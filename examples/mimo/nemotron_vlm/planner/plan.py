@@ -5,8 +5,12 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from examples.mimo.common.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.encoders import Encoder
@@ -22,6 +26,19 @@ if TYPE_CHECKING:  # Megatron's parser is slow to import
     from examples.mimo.nemotron_vlm.options.arguments import Options
 
 
+OF_STATE = """--use-precision-aware-optimizer --main-grads-dtype --main-params-dtype --exp-avg-dtype
+    --exp-avg-sq-dtype --grad-reduce-in-bf16 --optimizer-cpu-offload --optimizer-offload-fraction
+    """.split()
+"""Options of `StateBytes`."""
+
+
+class StateBytes(NamedTuple):
+    """Bytes that a GPU holds for each parameter: gradient, and optimizer state of its shard."""
+
+    gradient: float = 4.0
+    optimizer: float = 12.0
+
+
 @dataclass(frozen=True)
 class Plan:
     """A plan, whose time and memory the planner predicts."""
@@ -31,6 +48,7 @@ class Plan:
     inputs: tuple[Inputs, ...]  # of a row, for each encoder
     recompute: str = "none"  # or moe (Megatron's selective recompute of MoE layers), or full
     schedule: EncoderSchedule = EncoderSchedule()  # of a colocated encoder
+    state: StateBytes = StateBytes()
 
     @property
     def encoded_at_once(self) -> int:
@@ -97,5 +115,33 @@ def plan_of(options: Options) -> Plan:
     recompute = args.recompute_granularity or "none"
     if recompute == "selective":
         recompute = "moe" if "moe" in args.recompute_modules else "none"
-    inputs = inputs_of(args, options.preset)
-    return Plan(options.preset, options.layouts, inputs, recompute, schedule_of(args))
+    inputs, schedule = inputs_of(args, options.preset), schedule_of(args)
+    state = state_of(args, args.bf16 or args.fp16)
+    return Plan(options.preset, options.layouts, inputs, recompute, schedule, state)
+
+
+def state_of(args: Namespace, in_16_bits: bool) -> StateBytes:
+    """Return what Adam of Megatron's distributed optimizer keeps for each parameter.
+
+    Besides two moments it keeps the weight in fp32, if the parameters have 16 bits. The
+    precision-aware optimizer keeps moments as the options say, and of the weight fp16, or the bits
+    that bf16 lacks (but not beside FP8 with other scales than delayed ones).
+    """
+    narrow = args.grad_reduce_in_bf16 or args.main_grads_dtype != torch.float32
+    narrow = narrow or (args.fp16 and not args.accumulate_allreduce_grads_in_fp32)
+    offload, weight = args.optimizer_cpu_offload, 4
+    if args.use_precision_aware_optimizer and not offload:
+        rest_of_bf16 = not args.fp16 and (not args.fp8 or args.fp8_recipe == "delayed")
+        weight = 2 if rest_of_bf16 else args.main_params_dtype.itemsize
+    moments = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+    on_gpu = 1 - args.optimizer_offload_fraction * offload
+    return StateBytes(4.0 - 2.0 * (narrow and in_16_bits), on_gpu * (weight * in_16_bits + moments))
+
+
+def words_among(argv: list[str], names: Iterable[str]) -> list[str]:
+    """Return the words of these options and of their values, of a command line."""
+    words, is_one = [], False
+    for word in argv:
+        is_one = word.split("=")[0] in names if word.startswith("--") else is_one
+        words += [word] * is_one
+    return words

@@ -35,7 +35,9 @@ def command(task: Task, plan: Plan, model: str) -> list[str]:
     if task.world > per_node:
         nodes = -(-task.world // per_node)
         launch += f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HEAD_NODE:29500"
-    return [f"{launch} examples/mimo/pretrain_nemotron_vlm.py", *options_of(plan, model)]
+    program = f"{launch} examples/mimo/pretrain_nemotron_vlm.py"
+    state = [" ".join(task.state_options)] * bool(task.state_options)
+    return [program, *options_of(plan, model), *state]
 
 
 def options_of(plan: Plan, model: str) -> list[str]:

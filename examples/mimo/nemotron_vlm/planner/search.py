@@ -28,7 +28,7 @@ from examples.mimo.nemotron_vlm.planner.inputs import Inputs
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.memory import Memory, memory_of, peak
-from examples.mimo.nemotron_vlm.planner.plan import Plan
+from examples.mimo.nemotron_vlm.planner.plan import Plan, StateBytes
 from examples.mimo.nemotron_vlm.planner.step_time import StepTime, estimate, step_time
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 
@@ -55,6 +55,8 @@ class Task:
     placements: tuple[str, ...] = PLACEMENTS  # that may be chosen
     in_bubbles: bool = False  # whether colocated encoders work in the pipeline's bubbles
     micro_sizes: tuple[int, ...] = MICRO_SIZES  # microbatches that may be chosen
+    state: StateBytes = StateBytes()
+    state_options: tuple[str, ...] = ()  # that ask for it, with their values
 
 
 class Priced(NamedTuple):
@@ -121,7 +123,7 @@ def _plans(task: Task) -> Iterator[Plan]:
             continue
         for macro_batch in _macro_batches(layouts, in_bubbles):
             schedule = EncoderSchedule(macro_batch, in_bubbles)
-            yield Plan(task.preset, layouts, task.inputs, schedule=schedule)
+            yield Plan(task.preset, layouts, task.inputs, schedule=schedule, state=task.state)
 
 
 def candidates(task: Task) -> Iterator[Layouts]:

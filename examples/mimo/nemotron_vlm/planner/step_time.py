@@ -29,9 +29,6 @@ from examples.mimo.nemotron_vlm.planner.schedule import Cost, Work, stages_of_pi
 GATHERS = 5
 """Collectives of a layer over TP with sequence parallelism: an all-gather and a reduce-scatter in
 the forward; both again in the backward, and one more all-gather for the weights' gradient."""
-ADAM_BYTES = 34
-"""Bytes that Adam reads and writes for each parameter of a rank's shard: gradient (fp32, read
-twice), weight and two moments (fp32, read and written), and the weight in 16 bits (written)."""
 STEP_REDUCTIONS = 12
 """All-reduces of a single number over all or most ranks in a step of the program: gradient norms,
 loss, token count, routers' statistics, and whether all have finite gradients and continue."""
@@ -151,10 +148,13 @@ def after_backward(plan: Plan, machine: Machine) -> tuple[float, float]:
     most = max((held(plan.preset, layouts, stage) for stage in stages), key=sum)
     world = group_of(layouts.language_offset + layouts.language.size, 1, 0, per_node)
     reduced, adam = STEP_REDUCTIONS * machine.all_reduce(world), 0.0
+    gradient, width = plan.state.gradient, machine.precision
+    # Adam reads a gradient twice, reads and writes its state, and writes the parameter.
+    in_adam = 2 * gradient + 2 * plan.state.optimizer + width
     for group, numbers in zip(replicas_of(layouts, per_node), most, strict=True):
-        reduced += machine.ring(group, 4.0 * numbers)
-        reduced += machine.ring(group, machine.precision * numbers)
-        adam += ADAM_BYTES * numbers / group.size + 4.0 * numbers
+        reduced += machine.ring(group, gradient * numbers)
+        reduced += machine.ring(group, width * numbers)
+        adam += in_adam * numbers / group.size + gradient * numbers
     return reduced, adam / machine.optimizer_bandwidth
 
 
