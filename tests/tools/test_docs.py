@@ -3,6 +3,7 @@
 """All that the documents name exists: links, names after them, programs, features, messages."""
 
 import ast
+import importlib
 import mmap
 import os
 import re
@@ -32,8 +33,6 @@ MEGATRON_DDP = Path(find_spec("megatron.core").origin).parent / "distributed"
 TORCH = Path(find_spec("torch").origin).parent
 FROM_ELSEWHERE = {
     "found NaN in local grad norm for bucket": MEGATRON_DDP / "param_and_grad_buffer.py",
-    "results_queue should not be empty": MEGATRON_DDP.with_name("dist_checkpointing")
-    / "strategies/filesystem_async.py",
     "received by PID": TORCH / "distributed/elastic/multiprocessing/errors/__init__.py",
     "Timed out waiting": TORCH / "lib/libtorch_cpu.so",
     "Connection closed by peer": TORCH / "lib/libtorch_cpu.so",
@@ -104,6 +103,14 @@ def templates() -> str:
     for path in (REPOSITORY / "Makefile", *(REPOSITORY / "tools").glob("*.sh")):
         texts += re.sub(r"\$(\w+|\([^)]*\))", "…", path.read_text()).splitlines()
     return "\n".join(map(plain, texts))
+
+
+def test_tables_are_of_the_measured_runs(monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "tools/bench")
+    draw = importlib.import_module("draw")
+    for page, table in draw.tables(draw.measured()).items():
+        text = (REPOSITORY / page).read_text()
+        assert draw.with_table(text, table) == text, "tools/bench/draw.py writes it"
 
 
 def test_the_messages_of_troubleshooting_are_in_the_code():

@@ -1,14 +1,18 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the measurements of tools/bench/vlm.py, and print them as a table in Markdown.
+"""Write the measurements of tools/bench/vlm.py into the pages that show them, and draw them.
 
-Usage: python tools/bench/draw.py docs/benchmarks/*.json --png docs/images/benchmarks.png
+    python tools/bench/draw.py
+
+It reads docs/benchmarks/*.json and makes anew the table of docs/user/benchmarks.md, the headline
+table of README.md, and docs/images/benchmarks.png.
 """
 
-import argparse
 import json
+import tomllib
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 PEAK = 989
 """Dense bf16 TFLOP/s of an H100 or H200, from NVIDIA's data sheet."""
 
@@ -21,40 +25,94 @@ PARTS = {
 }
 """Shares of a step and their colours: data is waiting for it, exposed is communication alone."""
 
-COLUMNS = "row|run|GPUs|s/step|tokens/s a GPU|TFLOP/s a GPU|of peak|ratio|GiB".split("|")
-HEAD = f"| {' | '.join([*COLUMNS, *PARTS])} |\n|---|---|"
-HEAD += "---:|" * (len(COLUMNS) - 2 + len(PARTS))
+SPEED = "GPUs|s/step|tokens/s a GPU|TFLOP/s a GPU|of peak".split("|")
+REST = ["ratio", "GiB", *list(PARTS)[:3]]
+HEAD = f"| row | run | {' | '.join([*SPEED, *REST])} |\n|---|---|"
+HEAD += "---:|" * len([*SPEED, *REST])
 """Head of the table in Markdown."""
+
+HEADLINE = {
+    ("graphs", "graphs"): "encoder 79 % of the work, CUDA graphs",
+    ("graphs-50", "eager"): "encoder 50 %, eagerly",
+    ("graphs-50", "whole layers"): "encoder 50 %, CUDA graphs",
+    ("two-gpus", "two"): "encoder 79 %, both modules dp=2",
+    ("heterogeneous-50-graphs", "encoder dp=2"): (
+        "encoder 50 %, dp=2, language tp=2 ep=2, CUDA graphs"
+    ),
+    ("bubbles-50-large", "bubbles, 2 at once"): (
+        "encoder 50 %, dp=2, in the bubbles of language pp=2, CUDA graphs"
+    ),
+    ("context-32k", "cp=2"): "rows of 32k tokens, encoder dp=2, language cp=2",
+}
+"""Runs of the headline table, by row and name, and their words."""
 
 
 def main() -> None:
-    """Read the files, print the table and draw the picture."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--png", type=Path, required=True)
-    own = parser.parse_args()
-    rows = [json.loads(file.read_text()) for file in own.files]
-    print("\n".join([HEAD, *(line(row, run) for row in rows for run in row["runs"])]))
-    draw(rows, own.png)
+    """Write the tables and the picture."""
+    rows = measured()
+    for page, table in tables(rows).items():
+        path = ROOT / page
+        path.write_text(with_table(path.read_text(), table))
+    draw(rows, ROOT / "docs/images/benchmarks.png")
+
+
+def measured() -> list[dict]:
+    """Return the rows of docs/benchmarks, in the order of vlm.toml."""
+    order = list(tomllib.loads(Path(__file__).with_name("vlm.toml").read_text())["row"])
+    rows = [json.loads(file.read_text()) for file in (ROOT / "docs/benchmarks").glob("*.json")]
+    return sorted(rows, key=lambda row: order.index(row["row"]) if row["row"] in order else -1)
+
+
+def tables(rows: list[dict]) -> dict[str, str]:
+    """Return the table of each page, in Markdown."""
+    runs = {(row["row"], run["name"]): run for row in rows for run in row["runs"]}
+    headline = [f"| run | {' | '.join(SPEED)} |", "|---|" + "---:|" * len(SPEED)]
+    headline += [_joined(words, *_speed(runs[key])) for key, words in HEADLINE.items()]
+    whole = [HEAD, *(line(row, run) for row in rows for run in row["runs"])]
+    return {"README.md": "\n".join(headline), "docs/user/benchmarks.md": "\n".join(whole)}
+
+
+def with_table(text: str, table: str) -> str:
+    """Return a page's text with a table in the place of the first one after ``<!-- measured -->``.
+
+    Raises:
+        ValueError: the page has no such place.
+    """
+    before, mark, after = text.partition("<!-- measured -->\n")
+    if not mark:
+        raise ValueError("a page has no <!-- measured -->")
+    _, end, rest = after.partition("\n\n")
+    return before + mark + table + end + rest
 
 
 def line(row: dict, run: dict) -> str:
     """Return a run's line; its ratio is of tokens/s a GPU to the first run of the row."""
-    ratio = run["tokens_per_s_per_gpu"] / row["runs"][0]["tokens_per_s_per_gpu"]
+    first = row["runs"][0]
+    ratio = run["tokens_per_s_per_gpu"] / first["tokens_per_s_per_gpu"]
     peak_gib = run["peak_memory_gib"]
-    cells = [
-        row["title"],
-        run["name"],
+    title = row["title"] if run is first else ""
+    memory = "–" if peak_gib is None else f"{peak_gib:.0f}"
+    parts = (shares(run)[name] for name in list(PARTS)[:3])
+    waits = ("–" if share is None else _percent(share) for share in parts)
+    return _joined(title, run["name"], *_speed(run), f"{ratio:.2f}", memory, *waits)
+
+
+def _speed(run: dict) -> list[str]:
+    return [
         str(run["ranks"]),
         f"{run['step_s']:.3f}",
-        f"{run['tokens_per_s_per_gpu']:.0f}",
+        f"{run['tokens_per_s_per_gpu']:,.0f}",
         f"{run['tflops_per_gpu']:.0f}",
-        f"{run['tflops_per_gpu'] / PEAK:.1%}",
-        f"{ratio:.2f}",
-        "–" if peak_gib is None else f"{peak_gib:.0f}",
-        *("–" if share is None else f"{share:.1%}" for share in shares(run).values()),
+        _percent(run["tflops_per_gpu"] / PEAK),
     ]
-    return f"| {' | '.join(cells)} |"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}".replace("%", " %")
+
+
+def _joined(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
 
 
 def shares(run: dict) -> dict[str, float | None]:
