@@ -67,10 +67,9 @@ def discard(queue: JoinableQueue) -> None:
     At its end this process waits for that thread, which waits for room in the pipe. Bytes are read
     as they are: the other process may have had a part of an object, and the lock of the reader.
     """
-    queue.close()
-    filling = queue._thread
     with Connection(os.dup(queue._reader.fileno()), writable=False) as reader:
-        while filling is not None and filling.is_alive():
+        queue.close()  # ends the thread once the pipe has had all
+        while queue._thread is not None and queue._thread.is_alive():
             if reader.poll(0.1):
                 os.read(reader.fileno(), 2**16)
 
