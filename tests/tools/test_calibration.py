@@ -66,8 +66,9 @@ def test_memory_is_what_a_run_on_one_rank_has():
     """Within 10 %, as the memory that layers need only briefly is estimated."""
     model = "--model tiny-gdn --seq-length 128 --global-batch-size 4 --micro-batch-size"
     again = "--encoder-macro-batch 4 --recompute-encoder 1"
+    frozen = "4 --freeze encoder", "4 --freeze encoder,projector"
     cpu = replace(H200, precision=4, fused=False, reserved_bytes=0.0)
-    for more in ("4", f"2 {' '.join(FULL)}", f"1 {again}"):
+    for more in ("4", *frozen, f"2 {' '.join(FULL)}", f"1 {again}"):
         line = [*model.split(), *more.split(), "--data", "mock"]
         with LiveTensors() as tensors, trainer(*line) as run:
             for _ in range(2):

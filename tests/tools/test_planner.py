@@ -120,16 +120,19 @@ class TestParameters:
         lay = options.layouts
         with params.stages_on_meta(options, rank) as stages:
             found = params.by_place(stages)
-        held = {"encoders": [0], "dense": 0, "experts": 0}
+        held, projector = {"encoders": [0], "dense": 0, "experts": 0}, 0
         for place, parameters in found.items():
             elements = params.aligned([parameter.size for parameter in parameters])
             if isinstance(place, tuple):
                 held["encoders"][0] += elements
+                projector += elements * (place[1] == params.PROJECTOR)
             else:
                 held["experts" if place == params.EXPERT else "dense"] += elements
         stages = [stage for stage in stages_of_pipeline(lay) for _ in range(stage.ranks)]
         wanted = *held["encoders"], held["dense"], held["experts"]
         assert params.held(options.preset, lay, stages[rank]) == wanted
+        frozen = frozenset([("images", "encoder"), params.LANGUAGE])
+        assert params.held(options.preset, lay, stages[rank], frozen) == (projector, 0, 0)
 
     @pytest.mark.parametrize("replicas", [1, 3, 8])
     def test_are_padded_as_in_megatrons_buffers(self, replicas):

@@ -132,6 +132,7 @@ def _fastest(argv: list[str], own: Namespace, ranks: int) -> tuple[Task, Found]:
         in_bubbles=own.encoder_schedule == BUBBLES,
         micro_sizes=(1,) if args.pack else MICRO_SIZES,
         state=state_of(args, machine.precision == 2),
+        frozen=options.parts.frozen,
         state_options=tuple(words_among(argv, OF_STATE)),
     )
     return task, search(task)

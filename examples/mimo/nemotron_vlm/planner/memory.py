@@ -26,7 +26,7 @@ def memory_of(plan: Plan, machine: Machine) -> list[Memory]:
     parts = []
     for stage in stages_of_pipeline(plan.layouts):
         kept = _encoder_stage if stage.module == "encoder" else _language_stage
-        state = _state(held(plan.preset, plan.layouts, stage), plan, machine.precision)
+        state = _state(plan, stage, machine.precision)
         parts.append(state | kept(plan, machine, stage) | {"reserved": machine.reserved_bytes})
     return parts
 
@@ -36,19 +36,18 @@ def peak(parts: list[Memory]) -> float:
     return max(sum(part.values()) for part in parts)
 
 
-def _state(elements: tuple[int, ...], plan: Plan, precision: int) -> Memory:
-    """Return the bytes of parameters, gradients, and the optimizer's shard."""
+def _state(plan: Plan, stage: Stage, precision: int) -> Memory:
+    """Return the bytes of parameters, and of trained ones' gradients and optimizer's shard."""
     layouts, lay = plan.layouts, plan.layouts.language
     replicas = *(each.dp for each in layouts.encoders), lay.dp * lay.cp, lay.expt_dp
-    numbers = sharded = 0.0
-    for number, copies in zip(elements, replicas, strict=True):
-        size = padded(number, copies)
-        numbers += size
-        sharded += size / copies
+    whole = held(plan.preset, layouts, stage)
+    trained = held(plan.preset, layouts, stage, plan.frozen)
+    numbers = [padded(*each) for each in zip(trained, replicas, strict=True)]
+    shards = (number / copies for number, copies in zip(numbers, replicas, strict=True))
     return {
-        "parameters": precision * numbers,
-        "gradients": plan.state.gradient * numbers,
-        "optimizer": plan.state.optimizer * sharded,
+        "parameters": precision * sum(map(padded, whole, replicas)),
+        "gradients": plan.state.gradient * sum(numbers),
+        "optimizer": plan.state.optimizer * sum(shards),
     }
 
 

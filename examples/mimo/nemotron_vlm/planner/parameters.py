@@ -23,7 +23,7 @@ from examples.mimo.common.layout import Layout, Layouts
 from examples.mimo.common.layout_rules import staged_pattern
 from examples.mimo.nemotron_vlm.encoders import Encoder
 from examples.mimo.nemotron_vlm.model.model import build_vlm, placed
-from examples.mimo.nemotron_vlm.model.part_settings import part_of
+from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE, ModelPart, part_of
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.arguments import Options, parse
 from examples.mimo.nemotron_vlm.planner.schedule import Stage
@@ -63,20 +63,26 @@ def padded(elements: int, replicas: int) -> int:
     return -(-elements // multiple) * multiple
 
 
-def held(preset: VLMPreset, layouts: Layouts, stage: Stage) -> tuple[int, ...]:
+def held(
+    preset: VLMPreset,
+    layouts: Layouts,
+    stage: Stage,
+    frozen: frozenset[ModelPart] = frozenset(),
+) -> tuple[int, ...]:
     """Return the elements that a rank of a stage holds, aligned as in Megatron's buffers.
 
     They are those of each encoder with its projector, replicated over the encoder's dp; the
     language model's, replicated over its dp·cp; and its experts', replicated over ``expt_dp``.
+    Frozen parts are left out.
     """
     lay, is_encoder = layouts.language, stage.module == "encoder"
     encoders = [
-        _encoder_stage(preset, each, own.tp, own.pp, stage.number if is_encoder else 0)
+        _encoder_stage(preset, each, own.tp, own.pp, stage.number if is_encoder else 0, frozen)
         if not layouts.non_colocated or (is_encoder and place == stage.encoder)
         else 0
         for place, (each, own) in enumerate(zip(preset.encoders, layouts.encoders, strict=True))
     ]
-    if is_encoder:
+    if is_encoder or LANGUAGE in frozen:
         return *encoders, 0, 0
     axes = lay.tp, lay.ep, lay.etp, lay.pp, lay.vpp
     return *encoders, *_language_stage(preset, *axes, stage.number)
@@ -94,9 +100,20 @@ def chunks_of_stage(pattern: str, layout: Layout, stage: int) -> list[str]:
 
 
 @cache
-def _encoder_stage(preset: VLMPreset, encoder: Encoder, tp: int, pp: int, stage: int) -> int:
-    times = {VIT_LAYER: encoder.layers // pp, ENCODER: stage == 0, PROJECTOR: stage == pp - 1}
-    places = {(encoder.name, place): count for place, count in times.items()}
+def _encoder_stage(
+    preset: VLMPreset,
+    encoder: Encoder,
+    tp: int,
+    pp: int,
+    stage: int,
+    frozen: frozenset[ModelPart],
+) -> int:
+    name = encoder.name
+    places = {}
+    if (name, ENCODER) not in frozen:
+        places = {(name, VIT_LAYER): encoder.layers // pp, (name, ENCODER): stage == 0}
+    if (name, PROJECTOR) not in frozen:
+        places[name, PROJECTOR] = stage == pp - 1
     return _aligned(preset, places, tp)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from examples.mimo.common.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.encoders import Encoder
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
+from examples.mimo.nemotron_vlm.model.part_settings import ModelPart
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.planner.inputs import Inputs, Mean, inputs_of, kept_of, mean_of
 from examples.mimo.nemotron_vlm.planner.layers import RankBatch
@@ -26,10 +27,11 @@ if TYPE_CHECKING:  # Megatron's parser is slow to import
     from examples.mimo.nemotron_vlm.options.arguments import Options
 
 
-OF_STATE = """--use-precision-aware-optimizer --main-grads-dtype --main-params-dtype --exp-avg-dtype
-    --exp-avg-sq-dtype --grad-reduce-in-bf16 --optimizer-cpu-offload --optimizer-offload-fraction
+OF_STATE = """--freeze --use-precision-aware-optimizer --main-grads-dtype --main-params-dtype
+    --exp-avg-dtype --exp-avg-sq-dtype --grad-reduce-in-bf16 --optimizer-cpu-offload
+    --optimizer-offload-fraction
     """.split()
-"""Options of `StateBytes`."""
+"""Options that decide the bytes of a parameter's gradient and optimizer state."""
 
 
 class StateBytes(NamedTuple):
@@ -49,6 +51,7 @@ class Plan:
     recompute: str = "none"  # or moe (Megatron's selective recompute of MoE layers), or full
     schedule: EncoderSchedule = EncoderSchedule()  # of a colocated encoder
     state: StateBytes = StateBytes()
+    frozen: frozenset[ModelPart] = frozenset()
 
     @property
     def encoded_at_once(self) -> int:
@@ -82,8 +85,16 @@ class Plan:
     def kept_of(
         self, encoder: Encoder, own: Layout, first: bool = True, last: bool = True
     ) -> float:
-        """Return the mean elements that a rank of one stage keeps of an encoder's input."""
-        return kept_of(encoder, self.inputs_of(encoder), own, first, last)
+        """Return the mean elements that a rank of one stage keeps of an encoder's input.
+
+        Of one that is frozen, the projector's are left; nothing else before it is trained.
+        """
+        inputs = self.inputs_of(encoder)
+        if (encoder.name, "encoder") in self.frozen:
+            if (encoder.name, "projector") in self.frozen:
+                return 0.0
+            encoder, first = replace(encoder, layers=0), False
+        return kept_of(encoder, inputs, own, first, last)
 
     def most_inputs(self, encoder: Encoder, own: Layout, microbatches: int = 1) -> float:
         """Return the inputs of ``microbatches`` microbatches on the encoder rank that has most of
@@ -117,7 +128,8 @@ def plan_of(options: Options) -> Plan:
         recompute = "moe" if "moe" in args.recompute_modules else "none"
     inputs, schedule = inputs_of(args, options.preset), schedule_of(args)
     state = state_of(args, args.bf16 or args.fp16)
-    return Plan(options.preset, options.layouts, inputs, recompute, schedule, state)
+    how = recompute, schedule, state, options.parts.frozen
+    return Plan(options.preset, options.layouts, inputs, *how)
 
 
 def state_of(args: Namespace, in_16_bits: bool) -> StateBytes:

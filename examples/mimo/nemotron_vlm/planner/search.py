@@ -22,6 +22,7 @@ from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
     fastest_macro_batch,
     in_several_stages,
 )
+from examples.mimo.nemotron_vlm.model.part_settings import ModelPart
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.layout_rules import encoder_violation, pair_violation
 from examples.mimo.nemotron_vlm.planner.inputs import Inputs
@@ -56,7 +57,8 @@ class Task:
     in_bubbles: bool = False  # whether colocated encoders work in the pipeline's bubbles
     micro_sizes: tuple[int, ...] = MICRO_SIZES  # microbatches that may be chosen
     state: StateBytes = StateBytes()
-    state_options: tuple[str, ...] = ()  # that ask for it, with their values
+    frozen: frozenset[ModelPart] = frozenset()
+    state_options: tuple[str, ...] = ()  # that ask for these two, with their values
 
 
 class Priced(NamedTuple):
@@ -123,7 +125,8 @@ def _plans(task: Task) -> Iterator[Plan]:
             continue
         for macro_batch in _macro_batches(layouts, in_bubbles):
             schedule = EncoderSchedule(macro_batch, in_bubbles)
-            yield Plan(task.preset, layouts, task.inputs, schedule=schedule, state=task.state)
+            how = {"schedule": schedule, "state": task.state, "frozen": task.frozen}
+            yield Plan(task.preset, layouts, task.inputs, **how)
 
 
 def candidates(task: Task) -> Iterator[Layouts]:

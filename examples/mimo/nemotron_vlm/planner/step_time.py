@@ -145,7 +145,7 @@ def after_backward(plan: Plan, machine: Machine) -> tuple[float, float]:
     """
     layouts, per_node = plan.layouts, machine.gpus_per_node
     stages = stages_of_pipeline(layouts)
-    most = max((held(plan.preset, layouts, stage) for stage in stages), key=sum)
+    most = max((held(plan.preset, layouts, stage, plan.frozen) for stage in stages), key=sum)
     world = group_of(layouts.language_offset + layouts.language.size, 1, 0, per_node)
     reduced, adam = STEP_REDUCTIONS * machine.all_reduce(world), 0.0
     gradient, width = plan.state.gradient, machine.precision
