@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -31,6 +32,7 @@ class Saves:
 
     A save that fails leaves the checkpoint before it the newest, and its own files are deleted.
     After an asynchronous one, the saves of this run are synchronous: its writer may be at fault.
+    If that was the last save, it is made again at once.
 
     Attribute ``loaded``: directories of checkpoints that this run has loaded.
     """
@@ -38,6 +40,7 @@ class Saves:
     def __init__(self, args: Namespace, save: Callable) -> None:
         self._args, self._save = args, save
         self._failed: UserError | None = None
+        self._again: Callable[[], None] | None = None  # makes a failed asynchronous save
         self.loaded: set[Path] = set()
 
     @contextlib.contextmanager
@@ -47,13 +50,17 @@ class Saves:
         Raises:
             UserError: it has failed; on all ranks.
         """
+        exited = None
         try:
             yield
         except SystemExit as end:
-            if end.code or not self._failed:
+            if end.code:
                 raise
-        if self._failed:
-            raise self._failed
+            exited = end
+        if self._failed and self._again:
+            self._again()
+        if self._failed or exited:
+            raise self._failed or exited
 
     def save(self, iteration: int, *rest, **named) -> None:
         """Save, but not over the checkpoint from which the run goes on, as long as no step is new.
@@ -62,7 +69,7 @@ class Saves:
         it. Without ``--save`` nothing is saved: Megatron saves before it ends with a result that is
         not finite.
         """
-        args = self._args
+        args, self._again = self._args, None
         directory = Path(args.save or "", f"iter_{iteration:07d}")
         if not args.save or directory.resolve() in self.loaded:
             return
@@ -83,12 +90,14 @@ class Saves:
         queue = async_utils._async_calls_queue
         if args.async_save and queue.async_calls:
             steps = queue.async_calls[-1].async_request.finalize_fns
-            finish = list(steps)
-            steps[:] = [lambda: self._finish(directory, finish)]
+            finish, again = list(steps), partial(self.save, iteration, *rest, **named)
+            steps[:] = [lambda: self._finish(directory, finish, again)]
         else:
             self._failed = None
 
-    def _finish(self, directory: Path, steps: list[Callable[[], object]]) -> None:
+    def _finish(
+        self, directory: Path, steps: list[Callable[[], object]], again: Callable[[], None]
+    ) -> None:
         """End an asynchronous save, once all ranks have written."""
         try:
             if not self._args.async_save:  # it would take what is left of that one's results
@@ -99,7 +108,7 @@ class Saves:
         except RAISED_BY_ALL as error:
             self._note(directory, _cause(error))
             self._delete(directory)
-            self._args.async_save = False
+            self._args.async_save, self._again = False, again
             async_utils._async_calls_queue.close(abort=True)
 
     def _note(self, directory: Path, cause: str) -> None:
