@@ -213,6 +213,13 @@ REFUSALS = [
     _set_to("--cuda-graph-impl full_iteration", GRAPHS),
     _set_to("--cuda-graph-impl transformer_engine", GRAPHS),
     _on_cpu(_set_to("--cuda-graph-impl local", GPU)),
+    _on_cpu(
+        Refusal(
+            "--num-distributed-optimizer-instances with --overlap-grad-reduce",
+            lambda args: args.num_distributed_optimizer_instances > 1 and args.overlap_grad_reduce,
+            "a GPU's stream orders the sums within and between instances, and a CPU has none",
+        )
+    ),
     not_local("--cuda-graph-impl", lambda args: args.cuda_graph_impl == "local"),
     with_graphs(
         "--step-batch-size-schedule",

@@ -225,6 +225,13 @@ def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
         raise UserError(f"--recompute-encoder needs --placement {COLOCATED}")
     set_encoder_schedule(args, layouts)
     check_encoder_schedule(args, layouts)
+    instances = args.num_distributed_optimizer_instances
+    for layout in layouts.modules:
+        if layout.dp % instances or layout.expt_dp % instances:
+            raise UserError(
+                f"--num-distributed-optimizer-instances {instances} must divide dp={layout.dp} and "
+                f"expt_dp={layout.expt_dp}, the replicas of experts, of {layout}"
+            )
     if args.pack and args.sample_multiple % language.token_multiple:
         raise UserError(
             f"--sample-multiple {args.sample_multiple}: --language {language} needs a multiple of "

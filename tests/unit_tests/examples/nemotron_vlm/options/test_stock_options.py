@@ -125,6 +125,11 @@ TOGETHER = [
     (f"{PACK} --eval-iters 1 --eval-micro-batch-size 2", "--eval-micro-batch-size must be 1"),
     (f"{PACK} --sample-multiple 24", "--sample-multiple 24 must divide --seq-length 64"),
     (f"{PACK} --sample-multiple 2 --language cp=2", "needs a multiple of 4"),
+    ("--num-distributed-optimizer-instances 2 --language tp=2", "2 must divide dp=1 and expt_dp=1"),
+    (
+        "--num-distributed-optimizer-instances 2 --overlap-grad-reduce",
+        "with --overlap-grad-reduce is not taken here",
+    ),
     ("--train-iters 60 --lr-warmup-iters 60", "-iters 60 must be less than 60 steps"),
     ("--freeze radio", "no such part"),
     ("--freeze encoder,projector,language", "nothing to train"),
