@@ -132,12 +132,12 @@ class TestProgram:
         [
             ("", (4, 12)),
             ("--grad-reduce-in-bf16", (2, 12)),
-            ("--use-precision-aware-optimizer", (4, 2 + 8)),
+            ("--use-precision-aware-optimizer", (4, 12)),
             ("--use-precision-aware-optimizer --main-params-dtype fp16", (4, 2 + 8)),
             (
                 "--use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16 "
                 "--exp-avg-sq-dtype=fp8",
-                (2, 2 + 2 + 1),
+                (2, 4 + 2 + 1),
             ),
             (
                 "--use-precision-aware-optimizer --optimizer-cpu-offload "

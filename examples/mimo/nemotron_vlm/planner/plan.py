@@ -135,19 +135,15 @@ def plan_of(options: Options) -> Plan:
 def state_of(args: Namespace, in_16_bits: bool) -> StateBytes:
     """Return what Adam of Megatron's distributed optimizer keeps for each parameter.
 
-    Besides two moments it keeps the weight in fp32, if the parameters have 16 bits. The
-    precision-aware optimizer keeps moments as the options say, and of the weight fp16, or the bits
-    that bf16 lacks (but not beside FP8 with other scales than delayed ones).
+    It keeps two moments and, if the parameters have 16 bits, the weight, each in fp32 unless the
+    options of the precision-aware optimizer say otherwise.
     """
     narrow = args.grad_reduce_in_bf16 or args.main_grads_dtype != torch.float32
     narrow = narrow or (args.fp16 and not args.accumulate_allreduce_grads_in_fp32)
-    offload, weight = args.optimizer_cpu_offload, 4
-    if args.use_precision_aware_optimizer and not offload:
-        rest_of_bf16 = not args.fp16 and (not args.fp8 or args.fp8_recipe == "delayed")
-        weight = 2 if rest_of_bf16 else args.main_params_dtype.itemsize
-    moments = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
-    on_gpu = 1 - args.optimizer_offload_fraction * offload
-    return StateBytes(4.0 - 2.0 * (narrow and in_16_bits), on_gpu * (weight * in_16_bits + moments))
+    kept = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+    kept += args.main_params_dtype.itemsize * in_16_bits
+    on_gpu = 1 - args.optimizer_offload_fraction * args.optimizer_cpu_offload
+    return StateBytes(2.0 if narrow and in_16_bits else 4.0, on_gpu * kept)
 
 
 def words_among(argv: list[str], names: Iterable[str]) -> list[str]:
