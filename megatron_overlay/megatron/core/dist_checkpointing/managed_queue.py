@@ -67,9 +67,9 @@ def discard(queue: JoinableQueue) -> None:
     At its end this process waits for that thread, which waits for room in the pipe. Bytes are read
     as they are: the other process may have had a part of an object, and the lock of the reader.
     """
-    queue.close()
     filling = queue._thread
     with Connection(os.dup(queue._reader.fileno()), writable=False) as reader:
+        queue.close()  # the thread closes the queue's own end if there is nothing to fill
         while filling is not None and filling.is_alive():
             if reader.poll(0.1):
                 os.read(reader.fileno(), 2**16)
