@@ -26,6 +26,7 @@ from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.step_plan import StepPlan, Take
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
+from megatron.core.dist_checkpointing.managed_queue import end_with_rank
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.setup.module_groups import Modules, encoder_part
 
@@ -93,14 +94,21 @@ class Loading:
         if not self.layouts.non_colocated:  # the schedule draws so many at a time
             step = args.global_batch_size // (args.micro_batch_size * language.dp)
             count = self.plan.schedule.at_once(language.pp, step)
-        # Loading processes ignore the signal that tells all processes of a run to save and end.
-        ignored = partial(signal.signal, args.exit_signal, signal.SIG_IGN)
         return {
             "prefetch_factor": max(2, -(-count // args.num_workers) + 1),
             "persistent_workers": True,
-            "worker_init_fn": (lambda _: ignored()) if args.exit_signal_handler else None,
+            "worker_init_fn": self._prepare,
             "multiprocessing_context": "fork",
         }
+
+    def _prepare(self, _number: int) -> None:
+        """Let a loading process end with its rank, and not by the signal to save and end.
+
+        One whose rank was killed would wait for ever for room in the pipe to it.
+        """
+        end_with_rank()
+        if self.args.exit_signal_handler:
+            signal.signal(self.args.exit_signal, signal.SIG_IGN)
 
     def _loaded(self, takes: Iterator[Take]) -> Iterator[Microbatch]:
         on_gpu = self.args.device == "cuda"

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.loop.terminal import say
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.training import async_utils
 from megatron.training.checkpointing import get_checkpoint_tracker_filename
 from megatron.training.global_vars import get_energy_monitor, get_timers
@@ -41,6 +42,7 @@ class Saves:
         self._args, self._save = args, save
         self._failed: UserError | None = None
         self._again: Callable[[], None] | None = None  # makes a failed asynchronous save
+        self._made: Path | None = None
         self.loaded: set[Path] = set()
 
     @contextlib.contextmanager
@@ -63,15 +65,19 @@ class Saves:
             raise self._failed or exited
 
     def save(self, iteration: int, *rest, **named) -> None:
-        """Save, but not over the checkpoint from which the run goes on, as long as no step is new.
+        """Save, but not over the newest checkpoint, loaded or made, as long as no step is new.
 
-        A run that had nothing left to do would else write the last good one anew, at the risk of
-        it. Without ``--save`` nothing is saved: Megatron saves before it ends with a result that is
-        not finite.
+        A run that had nothing left to do, or whose batch grows after a save, would else write the
+        last good one anew, at the risk of it. One that was made is written again if Megatron notes
+        in it that a step is to be run again. Without ``--save`` nothing is saved: Megatron saves
+        before it ends with a result that is not finite.
         """
         args, self._again = self._args, None
         directory = Path(args.save or "", f"iter_{iteration:07d}")
         if not args.save or directory.resolve() in self.loaded:
+            return
+        asks_again = get_rerun_state_machine().state is RerunState.WILL_RERUN_FROM_CHECKPOINT
+        if directory == self._made and not asks_again:
             return
         if errors := _errors_of_all_ranks(directory):
             with contextlib.suppress(OSError):
@@ -87,6 +93,7 @@ class Saves:
             get_timers()("save-checkpoint", log_level=0).stop(barrier=False)
             get_timers()("interval-time", log_level=0).start(barrier=True)
             return
+        self._made = directory
         queue = async_utils._async_calls_queue
         if args.async_save and queue.async_calls:
             steps = queue.async_calls[-1].async_request.finalize_fns
@@ -113,7 +120,7 @@ class Saves:
 
     def _note(self, directory: Path, cause: str) -> None:
         args, iteration = self._args, int(directory.name[5:])
-        free = "?"
+        self._made, free = None, "?"
         with contextlib.suppress(OSError):  # Megatron's writer names the error's class only
             free = f"{shutil.disk_usage(args.save).free / 1e9:.2f}"
         text = (

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that writers of checkpoints make."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,6 +10,8 @@ import sys
 import time
 
 import pytest
+
+from megatron.core.dist_checkpointing.managed_queue import discard
 
 QUEUE = "filesystem_async.get_write_results_queue()"
 
@@ -82,3 +85,18 @@ def test_a_process_of_a_save_ends_with_its_rank_and_by_no_signal_that_the_rank_h
     living, start
 ):
     assert living[start] == (True, start == DEAF)
+
+
+def test_a_queue_that_has_sent_all_is_discarded(monkeypatch):
+    queue = multiprocessing.get_context("fork").JoinableQueue()
+    queue.put(1)
+    assert queue.get() == 1
+    close = queue.close
+
+    def close_slowly() -> None:
+        close()
+        queue._thread.join()  # which closes the queue's end of the pipe
+
+    monkeypatch.setattr(queue, "close", close_slowly)
+    discard(queue)
+    assert not queue._thread.is_alive()

@@ -5,6 +5,7 @@
 import ctypes
 import gc
 import json
+import os
 import re
 import resource
 import signal
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import COUNTED
 from examples.mimo.nemotron_vlm.loop import forward_step, metrics
 from examples.mimo.nemotron_vlm.loop.forward_step import (
@@ -68,6 +70,24 @@ class TestStep:
                 process.send_signal(run.args.exit_signal)
             samples = [next(batches)["samples"] for _ in range(12)]
         assert sorted(samples[-1]) == list(range(12 * 32, 13 * 32))
+
+    def test_loading_processes_end_with_a_rank_that_is_killed(self, monkeypatch):
+        """They wait for room in the pipe to it, which takes less than a microbatch here."""
+        monkeypatch.setattr(Reader, "__getitem__", lambda *_: bytes(2**17))
+        with trainer(*ONE_MICROBATCH, "--num-workers", "2") as run:
+            if (rank := os.fork()) == 0:
+                batches = run.loading.training()
+                next(batches)
+                signal.raise_signal(signal.SIGSTOP)
+            os.waitpid(rank, os.WUNTRACED)
+            loading = psutil.Process(rank).children()
+            time.sleep(1)  # they read on
+            os.kill(rank, signal.SIGKILL)
+            os.waitpid(rank, 0)
+            _, left = psutil.wait_procs(loading, timeout=10)
+            for process in left:
+                process.kill()
+        assert len(loading) == 2 and not left
 
     def test_a_step_takes_the_signal_that_ends_a_run_back(self):
         """LLVM, in Triton's compiler, takes it by such a call, and drops it."""

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -79,6 +80,15 @@ def test_saves_on_gpus_are_asynchronous_by_default(options, memory, is_asynchron
     args = parse(f"--device cuda {options}".split(), 1).args
     assert args.async_save is args.use_persistent_ckpt_worker is is_asynchronous
     assert args.async_strategy == "mcore" and not parse(["--save", "saved"], 1).args.async_save
+
+
+@requires_world_size(1)
+def test_a_step_is_saved_once(tmp_path):
+    """Megatron saves where the batch grows, too."""
+    growing = "--step-batch-size-schedule", "0:16 1K:32"
+    with mock.patch.object(checkpointing, "whole_file", wraps=checkpointing.whole_file) as written:
+        trajectory(*SAVES, str(tmp_path), *growing, steps=3)
+    assert newest(tmp_path) == 3 and written.call_count == 3
 
 
 @requires_world_size(2)
