@@ -254,8 +254,6 @@ def _check_evaluation(args: argparse.Namespace, preset: VLMPreset, layouts: Layo
     sizes = args.eval_global_batch_size, args.eval_micro_batch_size
     if args.pack and sizes[1] != 1:
         raise UserError("--pack makes one row a microbatch: --eval-micro-batch-size must be 1")
-    if args.cuda_graph_impl == "local" and sizes != (args.global_batch_size, args.micro_batch_size):
-        raise UserError("--cuda-graph-impl local needs evaluation's batch sizes to be training's")
     batch, rest = Batch(*sizes, args.seq_length), (args.placement, args.linear_cp_mode)
     try:
         resolve(layouts.encoders, layouts.language, batch, args.world_size, preset, *rest)

@@ -101,8 +101,9 @@ def colocated_forward_backward(
     size = at_once or settings.at_once(pg_collection.pp.size(), num_microbatches)
     communicator = P2PCommunicator(pg_collection.pp, config)
     fills_bubbles = pipelined and settings.in_bubbles and not forward_only
-    # The first step in bubbles on GPUs runs in another order than later steps.
-    recorded = not (fills_bubbles and loads_kernels(stages[0]))
+    # The first step in bubbles on GPUs runs in another order than later steps. Graphs of a training
+    # step would drop out in an evaluation, and count its tokens for the experts' biases.
+    recorded = not (forward_only or (fills_bubbles and loads_kernels(stages[0])))
     held_back = contextlib.nullcontext() if recorded else nothing_recorded()
     with torch.set_grad_enabled(not forward_only), held_back:
         encoders = EncoderWork(

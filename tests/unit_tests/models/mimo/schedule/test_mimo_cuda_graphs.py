@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When CUDA graphs of colocated modules are recorded, captured and deleted."""
 
+import contextlib
 import gc
 import weakref
 from types import SimpleNamespace
@@ -35,7 +36,7 @@ class TestRecording:
     @pytest.mark.parametrize("options", [BUBBLES, ()], ids=["bubbles", "phases"])
     def test_begins_with_the_first_step_in_the_order_of_later_ones(self, options, monkeypatch):
         """In bubbles that step is the second on GPUs. Graphs are captured once in a step, when all
-        gradients are final."""
+        gradients are final. Evaluations record and capture nothing."""
         record, found = CudaGraphManager.__call__, []
         monkeypatch.setattr(encoder_work, "_is_on_gpu", lambda _: True)
 
@@ -60,7 +61,11 @@ class TestRecording:
                 encoders.register_full_backward_pre_hook(note)
             run.train_step()
             first, found[:] = found[:], []
+            with contextlib.suppress(KeyError):  # only the last stage has results
+                run.evaluate(1)
+            evaluated, found[:] = found[:], []
             run.train_step()
+        assert set(evaluated) == {False}
         assert set(first) == ({False, "final"} if options else {True, "final", "captured"})
         assert found[-2:] == ["final", "captured"] and set(found[:-2]) == {True}
 

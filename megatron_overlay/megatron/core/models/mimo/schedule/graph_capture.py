@@ -18,7 +18,7 @@ def capture_deferred() -> AbstractContextManager[None]:
 
 
 def nothing_recorded() -> AbstractContextManager[None]:
-    """Inside, modules run without graphs: for a step in another order than later steps."""
+    """Inside, modules run without graphs: for a step unlike those that are recorded."""
     return replaced(CudaGraphManager, __call__=_run_module)
 
 
