@@ -52,6 +52,7 @@ def test_microbatches_encoded_at_once_by_default(options, expected):
         ("--language pp=2,tp=2", THREE_PHASES, 1),
         ("--language pp=2,cp=2 --bf16", THREE_PHASES, 1),
         ("--language dp=4", THREE_PHASES, 2),
+        ("--language dp=4 --global-batch-size 48", THREE_PHASES, 1),  # three microbatches
     ],
 )
 def test_with_cuda_graphs_the_encoder_is_in_the_bubbles_by_default(options, schedule, at_once):

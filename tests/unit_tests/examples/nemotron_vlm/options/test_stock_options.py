@@ -74,6 +74,10 @@ TOGETHER = [
         f"{GRAPHS} --bf16 --data mock --hybrid-layer-pattern MEM*/E*",
         "^--cuda-graph-impl local with multi-token prediction is not taken here",
     ),
+    (
+        f"{GRAPHS} --data mock --language dp=2 --global-batch-size 24 --encoder-macro-batch 2",
+        "--encoder-macro-batch 2 must divide the 3 microbatches",
+    ),
     *(
         (
             f"{stages} --hybrid-layer-pattern MEM*/E* --no-untie-embeddings-and-output-weights",
