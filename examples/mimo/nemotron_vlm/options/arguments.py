@@ -187,6 +187,7 @@ def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:
 
     if args.use_checkpoint_opt_param_scheduler:
         args.override_opt_param_scheduler = False  # Megatron refuses both together
+    args.store_param_remainders = False  # any run can load whole master weights
     args.token_ids = {each.name: each.token for each in preset.encoders}  # data may have others
     args.language_std = args.init_method_std  # None: each matrix's follows from its inputs
     default("init_method_std", 0.02)

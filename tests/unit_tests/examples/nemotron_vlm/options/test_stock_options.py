@@ -15,6 +15,7 @@ from examples.mimo.nemotron_vlm.options import arguments
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
 from megatron.training.arguments import add_megatron_arguments, validate_args
+from megatron.training.training import get_megatron_optimizer_config
 
 REFUSED = [
     "--cuda-graph-impl local",
@@ -217,6 +218,12 @@ class TestRefused:
     def test_some_options_need_no_other(self):
         """A state that is whole on each rank needs no resharding."""
         parsed("--no-dist-ckpt-optim-fully-reshardable --no-use-distributed-optimizer", 1)
+
+    def test_master_weights_are_whole(self):
+        """Else Transformer Engine's Adam saves 16 bits of each, beside those in the model's weight,
+        and a run with another optimizer takes them for its master weights."""
+        config, _ = get_megatron_optimizer_config(parsed("").args)
+        assert not config.store_param_remainders
 
     def test_a_growing_batch_decays_alike_in_every_layout(self):
         options = ["--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4"]
