@@ -255,6 +255,11 @@ def _check_evaluation(args: argparse.Namespace, preset: VLMPreset, layouts: Layo
     sizes = args.eval_global_batch_size, args.eval_micro_batch_size
     if args.pack and sizes[1] != 1:
         raise UserError("--pack makes one row a microbatch: --eval-micro-batch-size must be 1")
+    if args.cuda_graph_impl == "local" and sizes[1] > args.micro_batch_size:
+        raise UserError(
+            f"--cuda-graph-impl local: --eval-micro-batch-size {sizes[1]} must be "
+            f"{args.micro_batch_size} or less, the size for which graphs have buffers"
+        )
     batch, rest = Batch(*sizes, args.seq_length), (args.placement, args.linear_cp_mode)
     try:
         resolve(layouts.encoders, layouts.language, batch, args.world_size, preset, *rest)

@@ -76,6 +76,10 @@ TOGETHER = [
         "^--cuda-graph-impl local with multi-token prediction is not taken here",
     ),
     (
+        f"{GRAPHS} --data mock --micro-batch-size 4 --eval-micro-batch-size 8 --eval-iters 1",
+        "--eval-micro-batch-size 8 must be 4 or less",
+    ),
+    (
         f"{GRAPHS} --data mock --language dp=2 --global-batch-size 24 --encoder-macro-batch 2",
         "--encoder-macro-batch 2 must divide the 3 microbatches",
     ),
