@@ -59,6 +59,7 @@ REFUSED = [
 ENGINE = "--device cuda --transformer-impl transformer_engine"
 GRAPHS = f"{ENGINE} --cuda-graph-impl local"
 NO_CHECK = "--no-check-for-nan-in-loss-and-grad"
+FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 PACK = "--pack --micro-batch-size 1 --seq-length 64"
 TOGETHER = [
     *(
@@ -74,6 +75,14 @@ TOGETHER = [
     (
         f"{GRAPHS} --bf16 --data mock --hybrid-layer-pattern MEM*/E*",
         "^--cuda-graph-impl local with multi-token prediction is not taken here",
+    ),
+    (
+        f"{GRAPHS} {FP8} --recompute-granularity selective --recompute-modules moe",
+        "--recompute-modules moe in FP8 is not taken here",
+    ),
+    (
+        f"{ENGINE} {FP8} --recompute-granularity full --hybrid-layer-pattern MEM*/E*",
+        "^--recompute-granularity full with multi-token prediction in FP8",
     ),
     (
         f"{GRAPHS} --data mock --micro-batch-size 4 --eval-micro-batch-size 8 --eval-iters 1",
