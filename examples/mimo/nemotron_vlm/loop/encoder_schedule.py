@@ -47,7 +47,8 @@ def graphs_overlap(args: Namespace, layouts: Layouts, at_once: int) -> bool:
     they are replayed.
     """
     has_graphs = args.cuda_graph_impl == "local" and have_equal_images(args)
-    return has_graphs and layouts.language.pp == 1 and layouts.num_microbatches % at_once > 0
+    count = layouts.num_microbatches
+    return has_graphs and layouts.language.pp == 1 and count > at_once and count % at_once > 0
 
 
 def bubbles_win(args: Namespace, layouts: Layouts) -> bool:

@@ -54,6 +54,7 @@ def test_microbatches_encoded_at_once_by_default(options, expected):
         ("--language pp=2,cp=2 --bf16", THREE_PHASES, 1),
         ("--language dp=4", THREE_PHASES, 2),
         ("--language dp=4 --global-batch-size 48", THREE_PHASES, 1),  # three microbatches
+        ("--language dp=4 --encoder-macro-batch 4", THREE_PHASES, 4),  # a step has two
     ],
 )
 def test_with_cuda_graphs_the_encoder_is_in_the_bubbles_by_default(options, schedule, at_once):
