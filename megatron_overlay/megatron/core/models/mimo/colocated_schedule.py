@@ -29,7 +29,11 @@ from megatron.core.models.mimo.forward.equal_samples import shared_out
 from megatron.core.models.mimo.forward.macro_batches import Microbatch
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.schedule.encoder_work import EncoderWork, loads_kernels
-from megatron.core.models.mimo.schedule.graph_capture import capture_deferred, nothing_recorded
+from megatron.core.models.mimo.schedule.graph_capture import (
+    capture,
+    capture_deferred,
+    nothing_recorded,
+)
 from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.filled_waits import FilledWaits
@@ -139,7 +143,7 @@ def colocated_forward_backward(
             force_all_reduce=force_all_reduce,
         )
     if config.cuda_graph_impl == "local" and recorded:
-        schedules.create_cudagraphs()
+        capture()
     return reports
 
 

@@ -11,7 +11,11 @@ import pytest
 import torch
 
 from megatron.core.models.mimo.schedule import encoder_work
-from megatron.core.models.mimo.schedule.graph_capture import capture_each_use, nothing_recorded
+from megatron.core.models.mimo.schedule.graph_capture import (
+    capture,
+    capture_each_use,
+    nothing_recorded,
+)
 from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
@@ -68,6 +72,17 @@ class TestRecording:
         assert set(evaluated) == {False}
         assert set(first) == ({False, "final"} if options else {True, "final", "captured"})
         assert found[-2:] == ["final", "captured"] and set(found[:-2]) == {True}
+
+    def test_ends_in_captures_beside_which_other_threads_may_allocate(self, monkeypatch):
+        made, modes = torch.cuda.graph, []
+        monkeypatch.setattr(torch.cuda, "graph", lambda capture_error_mode: capture_error_mode)
+        monkeypatch.setattr(
+            schedules, "create_cudagraphs", lambda: modes.append(torch.cuda.graph())
+        )
+        capture()
+        assert modes == ["thread_local"]
+        monkeypatch.undo()
+        assert torch.cuda.graph is made
 
     def test_is_not_done_where_the_order_will_be_another(self):
         class Doubling(MegatronModule):

@@ -3,6 +3,7 @@
 """Control when Megatron's CUDA graphs of colocated modules are recorded and captured."""
 
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
@@ -15,6 +16,15 @@ from megatron.core.transformer.module import MegatronModule
 def capture_deferred() -> AbstractContextManager[None]:
     """Inside, Megatron's schedule captures no graphs, as the encoders' backward comes after it."""
     return replaced(schedules, create_cudagraphs=lambda: None)
+
+
+def capture() -> None:
+    """Capture the recorded graphs, while other threads may allocate, such as one that pins batches.
+
+    Megatron captures forwards so. A backward's capture would fail if one did, and the thread too.
+    """
+    with replaced(torch.cuda, graph=partial(torch.cuda.graph, capture_error_mode="thread_local")):
+        schedules.create_cudagraphs()
 
 
 def nothing_recorded() -> AbstractContextManager[None]:
