@@ -3,6 +3,7 @@
 """Ranges of flattened parameters as boxes, and what is saved of them."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,6 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.mimo.joint_optimizer.shards import _param_state, _placed, boxes
-from megatron.core.models.mimo.joint_optimizer.state import leaves
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from tests.unit_tests.examples.nemotron_vlm.runs import trainer
-from tests.unit_tests.test_utilities import requires_world_size
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -44,28 +41,19 @@ def test_elements_in_another_order_are_refused():
         list(_placed(view, 0, 6, torch.device("cpu")))
 
 
-@requires_world_size(1)
-def test_parameters_in_fp32_are_saved_as_they_are_stepped(monkeypatch):
+@pytest.mark.parametrize(("dtype", "saved"), [(torch.float32, 1.0), (torch.bfloat16, 0.0)])
+def test_parameters_in_fp32_are_saved_as_they_are_stepped(dtype, saved):
     """Transformer Engine's Adam has copies of them beside its master weights, and steps none."""
-    kept = DistributedOptimizer._get_main_param_and_optimizer_states
-
-    def with_first_value(optimizer, parameter):
-        found = kept(optimizer, parameter)
-        return found | {"param": torch.zeros_like(found["param"])}
-
-    monkeypatch.setattr(
-        DistributedOptimizer, "_get_main_param_and_optimizer_states", with_first_value
+    parameter = torch.ones(3, 2, dtype=dtype)
+    ranges = {"param": SimpleNamespace(start=1, end=5)}
+    stepped = parameter.view(-1)[1:5]
+    optimizer = SimpleNamespace(
+        gbuf_ranges=[{"buffer": [{"param_map": {parameter: ranges}}]}],
+        distributed_optimizer_instance_id=0,
+        model_param_group_index_map={parameter: (0, 0)},
+        optimizer=SimpleNamespace(param_groups=[{"params": [stepped]}]),
+        _get_main_param_and_optimizer_states=lambda _: {"param": torch.zeros(4)},
     )
-    with trainer() as run:
-        run.train_step()
-        (leaf, *_) = leaves(run.optimizer.module_infos["language"].optimizer)
-        weights = [weight for group in leaf.model_fp32_groups for weight in group]
-        views = {
-            str(number): ShardedTensor.from_rank_offsets(str(number), weight, replica_id=(0, 0, 0))
-            for number, weight in enumerate(weights)
-        }
-        saved = [parts["param"] for parts in _param_state(leaf, views).values()]
-        assert len(saved) == len(weights) > 10
-        for part in saved:
-            weight = weights[int(part.key.rpartition(".")[2])]
-            assert torch.equal(part.data, weight.flatten())
+    view = ShardedTensor.from_rank_offsets("weight", parameter, replica_id=(0, 0, 0))
+    (state,) = _param_state(optimizer, {"weight": view}).values()
+    assert torch.equal(state["param"].data, torch.full((4,), saved))
