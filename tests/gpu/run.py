@@ -31,6 +31,11 @@ from examples.mimo.nemotron_vlm.options.environment import at_start  # noqa: E40
 UNTUNED = Path(__file__).with_name("untuned")
 """Python finds this folder first, and imports the ``sitecustomize`` in it."""
 
+LIBRARIES = """
+    transformer_engine.pytorch mamba_ssm causal_conv1d fla transformers megatron.energon psutil
+    pytest""".split()
+"""Modules that the lanes import; without one, hundreds of cases would fail or prove nothing."""
+
 LIMIT_S = 900
 """Time limit of a stage."""
 
@@ -46,7 +51,7 @@ ELSEWHERE = (f"{UNITS}/ssm", f"{UNITS}/examples/nemotron_vlm/loop/test_rows.py")
 """Unit tests whose place the cases take on two GPUs: of recurrent layers, each length of which
 compiles Triton's kernels anew (`test_recurrence.py` has fewer), and the rows of CPU ranks."""
 
-UNITS_OF_ONE = ("checkpoint/test_convert.py", "ssm")
+UNITS_OF_ONE = ("checkpoint/test_convert.py", "ssm", "tensor_parallel/test_weight_gradient.py")
 UNITS_OF_ONE += tuple(
     f"examples/nemotron_vlm/{path}"
     for path in (
@@ -116,6 +121,9 @@ def main(arguments: list[str]) -> int:
     if gpus == 0:
         print("error: PyTorch finds no GPU here; make test proves the rest", file=sys.stderr)
         return 2
+    if lack := lacking(LIBRARIES):
+        print(f"error: {sys.executable} cannot import {lack}", file=sys.stderr)
+        return 2
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="one-rank-runs-") as shared:
         chosen = lanes(gpus)
@@ -133,6 +141,33 @@ def main(arguments: list[str]) -> int:
     return 1 if wrong or not cases else 0
 
 
+_IMPORT = """
+import importlib, os, sys
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except BaseException as error:
+        print(f"{name}: {type(error).__name__}:", *str(error).split(), flush=True)
+        os._exit(1)
+"""
+
+
+def lacking(names: list[str]) -> str:
+    """Import modules in a process of its own, as some start CUDA. Return the first one that cannot
+    be imported, with the error, or nothing.
+    """
+    command = [sys.executable, "-W", "ignore", "-c", _IMPORT, *names]
+    environment = os.environ | {"PYTHONPATH": _search_path()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    return done.stdout.strip().split("\n")[-1] if done.returncode else ""
+
+
+def _search_path() -> str:
+    """Python's search path of the lanes."""
+    ours = [str(UNTUNED), str(CHECKOUT), str(REPOSITORY)]
+    return os.pathsep.join([*ours, os.environ.get("PYTHONPATH", "")])
+
+
 def write(path: Path, facts: dict, cases: list[dict]) -> None:
     """Write the JSON, a case a line."""
     head = json.dumps(facts)[:-1]
@@ -146,9 +181,7 @@ def _run(lane: list[Stage], arguments: list[str], shared: Path, gpus: int) -> li
     for stage in lane:
         environment = os.environ | stage.environment() | WITHOUT_TF32
         environment |= {
-            "PYTHONPATH": os.pathsep.join(
-                [str(UNTUNED), str(CHECKOUT), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-            ),
+            "PYTHONPATH": _search_path(),
             "CHECKOUT": str(CHECKOUT),
             "ONE_RANK_RUNS": str(shared),
             "OMP_NUM_THREADS": "2",

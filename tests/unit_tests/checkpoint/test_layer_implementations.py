@@ -6,6 +6,8 @@ Transformer Engine's norms have an extra state and PyTorch's have none, but both
 a checkpoint for a norm by the same name.
 """
 
+import os
+import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -43,6 +45,11 @@ def engine_norms(state: torch.Tensor = NONE) -> Iterator[list[torch.Tensor | Non
         yield loaded
 
 
+def pickled(state: dict) -> torch.Tensor:
+    """Return an extra state as the engine makes it."""
+    return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+
+
 def run_of(*arguments: str, preset=None):
     sizes = ("--global-batch-size", "4", "--micro-batch-size", "4")
     return trainer(*sizes, *arguments, preset=preset)
@@ -72,11 +79,21 @@ class TestOneRank:
 
     @requires_world_size(1)
     def test_those_that_were_saved_are_loaded(self, tmp_path):
-        scales = torch.arange(3, dtype=torch.uint8)
+        scales = pickled({"scale_fwd": torch.arange(3.0)})
         with engine_norms(scales), run_of() as run:
             run.save(tmp_path)
         with engine_norms() as loaded, run_of("--load", str(tmp_path)):
             assert loaded and all(torch.equal(given, scales) for given in loaded)
+
+    @requires_world_size(1)
+    def test_those_that_would_run_code_are_refused(self, tmp_path):
+        """Transformer Engine unpickles them without a look at what they name."""
+        with engine_norms(pickled({"recipe": os.getpid})), run_of() as run:
+            run.save(tmp_path)
+        with engine_norms() as loaded, pytest.raises(UserError, match="refused: .*getpid"):
+            with run_of("--load", str(tmp_path)):
+                pass
+        assert not loaded
 
     @requires_world_size(1)
     def test_a_weight_that_is_missing_is_refused_by_name(self, tmp_path):

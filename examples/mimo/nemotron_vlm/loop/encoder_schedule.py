@@ -35,7 +35,20 @@ def set_encoder_schedule(args: Namespace, layouts: Layouts) -> None:
         args.encoder_schedule = BUBBLES if bubbles_win(args, layouts) else THREE_PHASES
     if args.encoder_macro_batch is None:
         fastest = fastest_macro_batch(layouts, args.encoder_schedule == BUBBLES)
-        args.encoder_macro_batch = fastest if args.device == "cuda" else 1
+        takes_fastest = args.device == "cuda" and not graphs_overlap(args, layouts, fastest)
+        args.encoder_macro_batch = fastest if takes_fastest else 1
+
+
+def graphs_overlap(args: Namespace, layouts: Layouts, at_once: int) -> bool:
+    """Return whether CUDA graphs would overwrite memory that others of a step still need.
+
+    Without a pipeline, the language model's graphs are those of a step's first microbatch. Graphs
+    of a last, smaller macro-batch would take memory that was free after it, but is used again when
+    they are replayed.
+    """
+    has_graphs = args.cuda_graph_impl == "local" and have_equal_images(args)
+    count = layouts.num_microbatches
+    return has_graphs and layouts.language.pp == 1 and count > at_once and count % at_once > 0
 
 
 def bubbles_win(args: Namespace, layouts: Layouts) -> bool:
@@ -91,6 +104,11 @@ def check_encoder_schedule(args: Namespace, layouts: Layouts) -> None:
             f"--encoder-macro-batch needs --placement {COLOCATED} and a language model with pp=1, "
             f"or --encoder-schedule {BUBBLES}; in three phases, all microbatches of a step are "
             "encoded at once"
+        )
+    if graphs_overlap(args, layouts, schedule.macro_batch):
+        raise UserError(
+            f"--cuda-graph-impl local: --encoder-macro-batch {schedule.macro_batch} must divide "
+            f"the {layouts.num_microbatches} microbatches of a step"
         )
     if in_bubbles and (apart or language.pp == 1):
         raise UserError(

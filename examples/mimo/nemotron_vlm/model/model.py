@@ -72,6 +72,10 @@ def make_configs(args: Namespace, preset: VLMPreset, layouts: Layouts) -> VLMCon
     language.variable_seq_lengths = args.placement == "non-colocated"
     # A graph reuses its output tensors in the next step.
     language.deallocate_pipeline_outputs &= args.cuda_graph_impl == "none"
+    # Graphs of several microbatches share a flag that tells Transformer Engine to keep quantized
+    # weights, and each sets it once. If eager layers keep none, the first always makes new ones.
+    has_graphs_of_each = args.cuda_graph_impl == "local" and layouts.language.pp > 1
+    language.disable_parameter_transpose_cache |= has_graphs_of_each
     shared = {name: getattr(language, name) for name in SHARED} | {
         "perform_initialization": False,
         "hidden_dropout": 0.0,

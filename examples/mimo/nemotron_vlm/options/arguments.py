@@ -187,6 +187,7 @@ def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:
 
     if args.use_checkpoint_opt_param_scheduler:
         args.override_opt_param_scheduler = False  # Megatron refuses both together
+    args.store_param_remainders = False  # any run can load whole master weights
     args.token_ids = {each.name: each.token for each in preset.encoders}  # data may have others
     args.language_std = args.init_method_std  # None: each matrix's follows from its inputs
     default("init_method_std", 0.02)
@@ -261,8 +262,11 @@ def _check_evaluation(args: argparse.Namespace, preset: VLMPreset, layouts: Layo
     sizes = args.eval_global_batch_size, args.eval_micro_batch_size
     if args.pack and sizes[1] != 1:
         raise UserError("--pack makes one row a microbatch: --eval-micro-batch-size must be 1")
-    if args.cuda_graph_impl == "local" and sizes != (args.global_batch_size, args.micro_batch_size):
-        raise UserError("--cuda-graph-impl local needs evaluation's batch sizes to be training's")
+    if args.cuda_graph_impl == "local" and sizes[1] > args.micro_batch_size:
+        raise UserError(
+            f"--cuda-graph-impl local: --eval-micro-batch-size {sizes[1]} must be "
+            f"{args.micro_batch_size} or less, the size for which graphs have buffers"
+        )
     batch, rest = Batch(*sizes, args.seq_length), (args.placement, args.linear_cp_mode)
     try:
         resolve(layouts.encoders, layouts.language, batch, args.world_size, preset, *rest)

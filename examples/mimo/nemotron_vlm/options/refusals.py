@@ -27,6 +27,14 @@ def _depths(args: Namespace) -> int:
     return parse_hybrid_pattern(args.hybrid_layer_pattern).mtp_num_depths
 
 
+def _in_8_bits(args: Namespace) -> bool:
+    """Return whether the language model's products are in 8 or 4 bits."""
+    parts = args.fp8_parts.split(",")
+    return bool(args.fp4 or (args.fp8 and (parts == [""] or "language" in parts)))
+
+
+OWN_GROUP = "Megatron would recompute these layers in a TP group of its own, which is not made"
+
 OF_OWN_OPTIONS = [
     with_graphs(
         "--pack",
@@ -43,6 +51,20 @@ OF_OWN_OPTIONS = [
         "--recompute-encoder",
         lambda args: args.recompute_encoder,
         "a graph's backward keeps the activations of its forward",
+    ),
+    with_graphs(
+        "--recompute-modules moe in FP8",
+        lambda args: (
+            _in_8_bits(args)
+            and args.recompute_granularity == "selective"
+            and "moe" in (args.recompute_modules or ())
+        ),
+        OWN_GROUP,
+    ),
+    Refusal(
+        "--recompute-granularity full with multi-token prediction in FP8",
+        lambda args: _in_8_bits(args) and args.recompute_granularity == "full" and _depths(args),
+        OWN_GROUP,
     ),
     Refusal(
         "--transformer-impl transformer_engine in fp32 with --pack, --dynamic-resolution or "

@@ -29,7 +29,11 @@ from megatron.core.models.mimo.forward.equal_samples import shared_out
 from megatron.core.models.mimo.forward.macro_batches import Microbatch
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.schedule.encoder_work import EncoderWork, loads_kernels
-from megatron.core.models.mimo.schedule.graph_capture import capture_deferred, nothing_recorded
+from megatron.core.models.mimo.schedule.graph_capture import (
+    capture,
+    capture_deferred,
+    nothing_recorded,
+)
 from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.filled_waits import FilledWaits
@@ -101,8 +105,9 @@ def colocated_forward_backward(
     size = at_once or settings.at_once(pg_collection.pp.size(), num_microbatches)
     communicator = P2PCommunicator(pg_collection.pp, config)
     fills_bubbles = pipelined and settings.in_bubbles and not forward_only
-    # The first step in bubbles on GPUs runs in another order than later steps.
-    recorded = not (fills_bubbles and loads_kernels(stages[0]))
+    # The first step in bubbles on GPUs runs in another order than later steps. Graphs of a training
+    # step would drop out in an evaluation, and count its tokens for the experts' biases.
+    recorded = not (forward_only or (fills_bubbles and loads_kernels(stages[0])))
     held_back = contextlib.nullcontext() if recorded else nothing_recorded()
     with torch.set_grad_enabled(not forward_only), held_back:
         encoders = EncoderWork(
@@ -138,7 +143,7 @@ def colocated_forward_backward(
             force_all_reduce=force_all_reduce,
         )
     if config.cuda_graph_impl == "local" and recorded:
-        schedules.create_cudagraphs()
+        capture()
     return reports
 
 

@@ -10,6 +10,7 @@ from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
     ALLGATHER,
     APART,
     BUBBLES,
+    EVALUATION,
     GRAPHS,
     NO_CHECK,
     RECOMPUTE,
@@ -25,6 +26,7 @@ NO_OVERLAP = ("--no-overlap-grad-reduce", "--no-overlap-param-gather")
 
 ON_ONE_GPU = [
     Row(1, "two digits", options=GRAPHS),
+    Row(1, "two digits", options=GRAPHS, common=EVALUATION, microbatches=4),
     Row(1, "bf16 two digits", options=GRAPHS),
     Row(1, "bf16 two digits", options=ROUTER_GRAPHS),
     Row(1, "bf16 any size", options=GRAPHS),

@@ -8,6 +8,7 @@ import torch
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, THREE_PHASES
 from examples.mimo.nemotron_vlm.options.arguments import parse
+from megatron.core.transformer import transformer_config
 from tests.unit_tests.examples.nemotron_vlm.options.test_stock_options import (
     GRAPHS,
     NO_CHECK,
@@ -52,6 +53,8 @@ def test_microbatches_encoded_at_once_by_default(options, expected):
         ("--language pp=2,tp=2", THREE_PHASES, 1),
         ("--language pp=2,cp=2 --bf16", THREE_PHASES, 1),
         ("--language dp=4", THREE_PHASES, 2),
+        ("--language dp=4 --global-batch-size 48", THREE_PHASES, 1),  # three microbatches
+        ("--language dp=4 --encoder-macro-batch 4", THREE_PHASES, 4),  # a step has two
     ],
 )
 def test_with_cuda_graphs_the_encoder_is_in_the_bubbles_by_default(options, schedule, at_once):
@@ -120,6 +123,14 @@ def test_cuda_graphs_have_whole_moe_layers_whose_counts_stay_on_the_device(
         return
     with pytest.raises(UserError, match="^--cuda-graph-modules moe needs token counts that"):
         parse(line.split(), world_size=1)
+
+
+@pytest.mark.parametrize(("pp", "is_kept"), [(1, True), (2, False)])
+def test_no_weights_in_fp8_are_kept_for_the_graphs_of_other_microbatches(pp, is_kept, monkeypatch):
+    """With a pipeline each microbatch has graphs of its own, whose weights would grow old."""
+    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda _: True)
+    line = f"{GRAPHS} --bf16 --fp8-format hybrid --fp8-recipe tensorwise --language pp={pp}"
+    assert parsed(line, 2).configs.language.disable_parameter_transpose_cache is not is_kept
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from examples.mimo.nemotron_vlm.options import arguments
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
 from megatron.training.arguments import add_megatron_arguments, validate_args
+from megatron.training.training import get_megatron_optimizer_config
 
 REFUSED = [
     "--cuda-graph-impl local",
@@ -58,6 +59,7 @@ REFUSED = [
 ENGINE = "--device cuda --transformer-impl transformer_engine"
 GRAPHS = f"{ENGINE} --cuda-graph-impl local"
 NO_CHECK = "--no-check-for-nan-in-loss-and-grad"
+FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 PACK = "--pack --micro-batch-size 1 --seq-length 64"
 TOGETHER = [
     *(
@@ -73,6 +75,22 @@ TOGETHER = [
     (
         f"{GRAPHS} --bf16 --data mock --hybrid-layer-pattern MEM*/E*",
         "^--cuda-graph-impl local with multi-token prediction is not taken here",
+    ),
+    (
+        f"{GRAPHS} {FP8} --recompute-granularity selective --recompute-modules moe",
+        "--recompute-modules moe in FP8 is not taken here",
+    ),
+    (
+        f"{ENGINE} {FP8} --recompute-granularity full --hybrid-layer-pattern MEM*/E*",
+        "^--recompute-granularity full with multi-token prediction in FP8",
+    ),
+    (
+        f"{GRAPHS} --data mock --micro-batch-size 4 --eval-micro-batch-size 8 --eval-iters 1",
+        "--eval-micro-batch-size 8 must be 4 or less",
+    ),
+    (
+        f"{GRAPHS} --data mock --language dp=2 --global-batch-size 24 --encoder-macro-batch 2",
+        "--encoder-macro-batch 2 must divide the 3 microbatches",
     ),
     *(
         (
@@ -218,6 +236,12 @@ class TestRefused:
     def test_some_options_need_no_other(self):
         """A state that is whole on each rank needs no resharding."""
         parsed("--no-dist-ckpt-optim-fully-reshardable --no-use-distributed-optimizer", 1)
+
+    def test_master_weights_are_whole(self):
+        """Else Transformer Engine's Adam saves 16 bits of each, beside those in the model's weight,
+        and a run with another optimizer takes them for its master weights."""
+        config, _ = get_megatron_optimizer_config(parsed("").args)
+        assert not config.store_param_remainders
 
     def test_a_growing_batch_decays_alike_in_every_layout(self):
         options = ["--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4"]

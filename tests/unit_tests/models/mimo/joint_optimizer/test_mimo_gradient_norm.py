@@ -3,8 +3,10 @@
 """The gradient norm counts each element of the model once, however TP, EP and ETP share it."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron.core.models.mimo.joint_optimizer import optimizer
 from tests.unit_tests.examples.nemotron_vlm.runs import Run, trainer
@@ -59,3 +61,19 @@ def test_it_is_the_root_of_the_number_of_elements(language, marked, options, mon
     monkeypatch.setattr(optimizer, "get_megatron_optimizer", unmarked)
     with trainer("--encoder", "tp=2,dp=2", "--language", language, *options) as run:
         assert norm_of_ones(run) == pytest.approx(whole**0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize(("is_aware", "name"), [(False, "grad"), (True, "decoupled_grad")])
+def test_a_bad_gradient_of_a_repeated_parameter_is_found_wherever_it_is_kept(is_aware, name):
+    """The precision-aware optimizer has gradients of other types than its parameters."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    leaf = SimpleNamespace(
+        prepare_grads=lambda: False,
+        get_parameters=lambda: [parameter],
+        tp_group=SimpleNamespace(rank=lambda: 1),
+        config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=is_aware),
+    )
+    setattr(parameter, name, torch.ones(2))
+    assert not optimizer._unscale(leaf)
+    setattr(parameter, name, torch.tensor([1, torch.nan]))
+    assert optimizer._unscale(leaf)

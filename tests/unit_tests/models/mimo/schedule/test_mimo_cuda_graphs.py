@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When CUDA graphs of colocated modules are recorded, captured and deleted."""
 
+import contextlib
 import gc
 import weakref
 from types import SimpleNamespace
@@ -10,7 +11,11 @@ import pytest
 import torch
 
 from megatron.core.models.mimo.schedule import encoder_work
-from megatron.core.models.mimo.schedule.graph_capture import capture_each_use, nothing_recorded
+from megatron.core.models.mimo.schedule.graph_capture import (
+    capture,
+    capture_each_use,
+    nothing_recorded,
+)
 from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
@@ -35,7 +40,7 @@ class TestRecording:
     @pytest.mark.parametrize("options", [BUBBLES, ()], ids=["bubbles", "phases"])
     def test_begins_with_the_first_step_in_the_order_of_later_ones(self, options, monkeypatch):
         """In bubbles that step is the second on GPUs. Graphs are captured once in a step, when all
-        gradients are final."""
+        gradients are final. Evaluations record and capture nothing."""
         record, found = CudaGraphManager.__call__, []
         monkeypatch.setattr(encoder_work, "_is_on_gpu", lambda _: True)
 
@@ -60,9 +65,24 @@ class TestRecording:
                 encoders.register_full_backward_pre_hook(note)
             run.train_step()
             first, found[:] = found[:], []
+            with contextlib.suppress(KeyError):  # only the last stage has results
+                run.evaluate(1)
+            evaluated, found[:] = found[:], []
             run.train_step()
+        assert set(evaluated) == {False}
         assert set(first) == ({False, "final"} if options else {True, "final", "captured"})
         assert found[-2:] == ["final", "captured"] and set(found[:-2]) == {True}
+
+    def test_ends_in_captures_beside_which_other_threads_may_allocate(self, monkeypatch):
+        made, modes = torch.cuda.graph, []
+        monkeypatch.setattr(torch.cuda, "graph", lambda capture_error_mode: capture_error_mode)
+        monkeypatch.setattr(
+            schedules, "create_cudagraphs", lambda: modes.append(torch.cuda.graph())
+        )
+        capture()
+        assert modes == ["thread_local"]
+        monkeypatch.undo()
+        assert torch.cuda.graph is made
 
     def test_is_not_done_where_the_order_will_be_another(self):
         class Doubling(MegatronModule):

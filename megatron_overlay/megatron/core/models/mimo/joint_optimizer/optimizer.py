@@ -280,10 +280,12 @@ def _unscale(leaf: MegatronOptimizer) -> bool:
     """
     if getattr(leaf, "grad_scaler", None) is None:
         found_inf = leaf.prepare_grads()
+        is_aware = leaf.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        name = "decoupled_grad" if is_aware else "grad"
         repeated = [
-            parameter.grad.abs().sum()
+            getattr(parameter, name).abs().sum()
             for parameter in leaf.get_parameters()
-            if parameter.grad is not None
+            if getattr(parameter, name, None) is not None
             and not param_is_not_tensor_parallel_duplicate(
                 parameter, leaf.tp_group, getattr(leaf, "expert_tp_group", None)
             )

@@ -3,6 +3,7 @@
 """Control when Megatron's CUDA graphs of colocated modules are recorded and captured."""
 
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
@@ -17,8 +18,17 @@ def capture_deferred() -> AbstractContextManager[None]:
     return replaced(schedules, create_cudagraphs=lambda: None)
 
 
+def capture() -> None:
+    """Capture the recorded graphs, while other threads may allocate, such as one that pins batches.
+
+    Megatron captures forwards so. A backward's capture would fail if one did, and the thread too.
+    """
+    with replaced(torch.cuda, graph=partial(torch.cuda.graph, capture_error_mode="thread_local")):
+        schedules.create_cudagraphs()
+
+
 def nothing_recorded() -> AbstractContextManager[None]:
-    """Inside, modules run without graphs: for a step in another order than later steps."""
+    """Inside, modules run without graphs: for a step unlike those that are recorded."""
     return replaced(CudaGraphManager, __call__=_run_module)
 
 
