@@ -215,7 +215,8 @@ def preset_of(args: argparse.Namespace) -> VLMPreset:
     of_clips = args.video_target_num_patches, args.video_frames, args.video_fps
     if not args.dynamic_resolution and given != (None, None):
         raise UserError(f"{option}-min-patches and -max-patches need {option}")
-    if of_clips != (None, None, None) and not (args.dynamic_resolution and preset.images.tubelet > 1):
+    sees_clips = args.dynamic_resolution and preset.images.tubelet > 1
+    if of_clips != (None, None, None) and not sees_clips:
         raise UserError(f"--video-… options need {option} and a --model with video")
     if not args.dynamic_resolution:
         return preset
