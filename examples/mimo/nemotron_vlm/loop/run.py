@@ -34,7 +34,7 @@ from examples.mimo.common.steps import data_provider
 from examples.mimo.nemotron_vlm.data import SampleSource, fingerprint, make_source
 from examples.mimo.nemotron_vlm.data.provider import Loading
 from examples.mimo.nemotron_vlm.loop.asking import ask_command
-from examples.mimo.nemotron_vlm.loop.checkpoint_loading import newest, safe_loading
+from examples.mimo.nemotron_vlm.loop.checkpoint_loading import check_inputs, newest, safe_loading
 from examples.mimo.nemotron_vlm.loop.forward_step import answers, forward_step
 from examples.mimo.nemotron_vlm.loop.metrics import Record, observed, read_metrics
 from examples.mimo.nemotron_vlm.loop.terminal import beginning, ending, say, tell
@@ -127,7 +127,7 @@ def run(argv: list[str]) -> None:
                 "local takes Megatron's own layers"
             )
         _check_outputs(args)
-        _check_inputs(args)
+        check_inputs(args)
         source = make_source(args, options.preset)
         _say_left_out(source, args)
         session = open_session(options, source)
@@ -329,15 +329,6 @@ def _output_to(file: TextIO) -> Iterator[TextIO]:
 def _directory(args: Namespace) -> Path | None:
     """Return the directory that tells of the run: the metrics', or the checkpoints'."""
     return args.metrics_out.parent if args.metrics_out else args.save and Path(args.save)
-
-
-def _check_inputs(args: Namespace) -> None:
-    """Refuse checkpoints that are not there; --load may name those of the run itself, to be."""
-    for option in ("load", "pretrained_checkpoint"):
-        path = getattr(args, option)
-        is_own = path and args.save and Path(path) == Path(args.save)
-        if path and not is_own and not newest(args):
-            raise UserError(f"--{option.replace('_', '-')} {path}: no checkpoint there")
 
 
 def _check_outputs(args: Namespace) -> None:
