@@ -11,6 +11,13 @@ SHARDS := build/$(TASKS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NEXT
 
+ifneq ($(words $(CURDIR)),1)
+$(error $(CURDIR) has a space, at which make splits paths: move the repository)
+endif
+ifeq ($(filter digits energon omni,$(DATA)),)
+$(error DATA=$(DATA): choose from digits, energon, omni)
+endif
+
 TRAIN_RANKS ?= 8
 ifeq ($(DATA),omni)
 MODEL := --model tiny-omni --dynamic-resolution --encoder images:tp=2,dp=4 --encoder sound:dp=8 \

@@ -57,7 +57,7 @@ def share_gpus() -> None:
 
 def main(argv: list[str]) -> int:
     """Run the program; returns its exit code."""
-    if "WORLD_SIZE" not in os.environ:
+    if "RANK" not in os.environ:
         os.environ.update(ALONE)
     on_gpus = uses_gpus(argv)
     try:

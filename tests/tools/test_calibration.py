@@ -4,6 +4,7 @@
 
 import itertools
 import json
+import os
 import weakref
 from dataclasses import asdict, replace
 
@@ -16,7 +17,9 @@ import calibrate
 import mini
 from calibration import fit
 from calibration.fit import fitted, line_of
+from calibration.measure import measure_run
 from calibration.validate import compare, errors, planned, rank_correlation
+from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import plan_of
@@ -94,6 +97,12 @@ def test_a_fit_is_a_machine_to_plan_for(tmp_path, monkeypatch):
         assert figure(machine, True) == figure(H200, True)
     monkeypatch.setattr(fit, "measure_run", lambda *_: None)
     assert calibrate.main(["fit", str(file)]) == 2
+    assert calibrate.main(["fit", str(tmp_path / "none" / "machine.json")]) == 2
+
+
+def test_a_run_that_the_program_refuses_ends_the_measuring():
+    with pytest.raises(UserError, match="refuses to measure"):
+        measure_run(["--language", "tp=3"], dict(os.environ))
 
 
 BENCHMARKS = sorted((mini.REPOSITORY / "docs/benchmarks").glob("*.json"))

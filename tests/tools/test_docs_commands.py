@@ -14,6 +14,7 @@ import logging
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import tomllib
 import warnings
@@ -322,3 +323,9 @@ def test_every_block_is_read_and_few_are_not_tested_for_a_reason():
         assert {block.language for block in found} <= LANGUAGES, document
         reasons += [block.title.removeprefix(NOT_TESTED) for block in found if block.title]
     assert len(reasons) <= MOST_NOT_TESTED and all(reasons)
+
+
+def test_make_refuses_data_that_it_does_not_know():
+    line = ["make", "-C", str(REPOSITORY), "-n", "train", "DATA=letters"]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 2 and "choose from digits, energon, omni" in done.stderr

@@ -173,9 +173,10 @@ class TestProgram:
         "line, reason",
         [
             ("--plan 8 --model none", "--model none"),
-            ("--plan 8 --plan-gpu none", "GPU none"),
+            ("--plan 8 --plan-gpu none", "--plan-gpu none"),
             ("--plan 8 --plan-gpus-per-node 0", "must be 1 or more"),
             (f"--plan 7 --global-batch-size 5 {REAL}", "no plan for 7 GPUs"),
+            (f"--plan 7 {REAL}", "7 GPUs: the program's rules allow none"),
             (f"--plan 1 {REAL}", "none fits 141 GB; by this model 8 GPUs would do"),
             ("--plan 8 --plan-tiles 99", "99 tiles of 4 tokens"),
             ("--plan 8 --plan-tiles 1:x", "1:x is not N or N:CHANCE"),

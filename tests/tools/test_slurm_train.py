@@ -126,6 +126,7 @@ def test_a_failed_run_is_requeued_until_it_has_failed_too_often_without_a_new_ch
     ("arguments", "environment", "says"),
     [
         ([], {}, "usage: sbatch"),
+        (["--train-iters", "4"], {}, "usage: sbatch"),
         (["run"], {"SLURM_JOB_ID": ""}, "usage: sbatch"),
         (["run"], {"CHECKOUT": "/nowhere"}, "error: /nowhere is no checkout with the overlay"),
     ],

@@ -66,6 +66,8 @@ def calibrate(file: Path, gpu: str, environment: dict[str, str]) -> None:
         UserError: ``gpu`` is not known, or no run worked.
     """
     machine, plans, runs = find_machine(gpu), [], []
+    if not file.absolute().parent.is_dir():
+        raise UserError(f"{file}: no such folder")
     with tempfile.TemporaryDirectory() as folder:
         for known in json.loads(FITTED.read_text())["runs"]:
             line = line_of(known["case"], Path(folder))

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from examples.mimo import pretrain_nemotron_vlm
+from examples.mimo.common.errors import BAD_INPUT, UserError
 
 STEPS, WARM_UP = 10, 2
 """Steps of a run, and how many of the first ones are not timed."""
@@ -38,7 +39,10 @@ def measure_run(line: list[str], environment: dict[str, str]) -> Figures | None:
         file = Path(folder, "metrics.jsonl")
         rest = ["--data", "mock", "--train-iters", str(STEPS), "--metrics-out", str(file)]
         command = [sys.executable, pretrain_nemotron_vlm.__file__, *line, *rest]
-        if subprocess.run(command, env=environment).returncode:
+        code = subprocess.run(command, env=environment).returncode
+        if code == BAD_INPUT:
+            raise UserError("the program refuses to measure here, as the line above says")
+        if code:
             return None
         records = [json.loads(record) for record in file.read_text().splitlines()]
     seconds = min(record["step_time_s"] for record in records[WARM_UP:])

@@ -14,13 +14,16 @@ With --tasks omni, samples have words to read, tones to hear, clips to watch, or
 --tasks lines, up to three of N words to read letter by letter, in several fonts (`text_lines`).
 """
 
-import argparse
 import contextlib
 import io
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from command_line import Parser, positive  # noqa: E402
 
 try:
     import numpy as np
@@ -60,23 +63,28 @@ TEMPLATE = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the data set; return the exit status, 2 if OUT exists already."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, metavar="OUT", help="a new directory")
     parser.add_argument("--samples", type=int, required=True, metavar="N", help="at least 8")
     parser.add_argument("--seed", type=int, required=True, metavar="S")
     parser.add_argument("--tasks", choices=["digits", "omni", "lines"], default="digits")
     words = len(text_lines.WORDS)
     parser.add_argument("--words", type=int, default=words, metavar="N", help="in lines")
-    parser.add_argument("--samples-per-shard", type=int, default=1024, metavar="N")
+    parser.add_argument("--samples-per-shard", type=positive, default=1024, metavar="N")
     given = parser.parse_args(arguments)
     if given.samples < HELD_OUT:
         parser.error(f"--samples {given.samples}: at least {HELD_OUT}")
     if not 1 <= given.words <= words:
         parser.error(f"--words {given.words}: from 1 to {words}")
-    if given.out.exists():
-        print(f"error: {given.out} is there already; remove it first", file=sys.stderr)
+    if given.seed < 0:
+        parser.error("--seed must be 0 or more")
+    try:
+        given.out.mkdir(parents=True)
+    except OSError as error:
+        is_there = isinstance(error, FileExistsError)
+        why = "is there already; remove it first" if is_there else error.strerror
+        print(f"error: {given.out}: {why}", file=sys.stderr)
         return 2
-    given.out.mkdir(parents=True)
     scans = load_digits()
     held_out = np.arange(len(scans.target)) % HELD_OUT == 0
     sizes = {"train": given.samples - given.samples // HELD_OUT, "val": given.samples // HELD_OUT}

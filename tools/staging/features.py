@@ -152,8 +152,8 @@ class Features:
             *others, last = commands.items()
             parts += ["How to run the tests:", textwrap.indent(last[1], "    ")]
             if others:
-                ranks = ", ".join(str(count) for count, _ in others)
-                parts.append(f"Also on {ranks} ranks (one: python instead of torchrun).")
+                more = "".join(f", on {count}" for count, _ in others[1:])
+                parts.append(f"Also on one rank, with python in place of torchrun{more}.")
         if feature.needs:
             parts.append("Depends on: " + ", ".join(feature.needs))
         return "\n\n".join(parts)

@@ -5,6 +5,7 @@
 import hashlib
 import logging
 import re
+import shlex
 import time
 from bisect import bisect_right
 from collections.abc import Collection
@@ -260,7 +261,9 @@ def open_split(path: str | Path, split: str) -> Split:
     if not path.exists():
         raise ValueError(f"{path}: no such data set")
     if path.is_dir() and not check_dataset_info_present(EPath(path)):
-        raise ValueError(f"{path}: not prepared; run: energon prepare {path}")
+        if not any(path.rglob("*.tar")):
+            raise ValueError(f"{path}: no shards there (*.tar)")
+        raise ValueError(f"{path}: not prepared; run: energon prepare {shlex.quote(str(path))}")
     single = WorkerConfig(rank=0, world_size=1, num_workers=0)
     try:
         loader = load_dataset(path)

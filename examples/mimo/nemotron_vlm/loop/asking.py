@@ -19,6 +19,7 @@ def ask_command(source: SampleSource, number: int, checkpoints: Path) -> str:
     Returns "" if the sample has no question that can be asked alone, or its media cannot be read or
     written: training has ended well then, all the same.
     """
+    checkpoints = checkpoints.absolute()  # as the paths beside it on the terminal
     try:
         question = source.question("test", number)
         if question is None:

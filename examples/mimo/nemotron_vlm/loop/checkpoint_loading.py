@@ -130,6 +130,15 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
+def check_inputs(args: Namespace) -> None:
+    """Refuse checkpoints that are not there; --load may name those of the run itself, to be."""
+    for option in ("load", "pretrained_checkpoint"):
+        path = getattr(args, option)
+        is_own = path and args.save and Path(path) == Path(args.save)
+        if path and not is_own and not newest(args):
+            raise UserError(f"--{option.replace('_', '-')} {path}: no checkpoint there")
+
+
 def newest(args: Namespace) -> str | None:
     """Return the directory of the checkpoint that Megatron will load, or None if there is none."""
     for name in ("load", "pretrained_checkpoint"):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
+from errno import EISDIR
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +34,7 @@ from examples.mimo.common.steps import data_provider
 from examples.mimo.nemotron_vlm.data import SampleSource, fingerprint, make_source
 from examples.mimo.nemotron_vlm.data.provider import Loading
 from examples.mimo.nemotron_vlm.loop.asking import ask_command
-from examples.mimo.nemotron_vlm.loop.checkpoint_loading import newest, safe_loading
+from examples.mimo.nemotron_vlm.loop.checkpoint_loading import check_inputs, newest, safe_loading
 from examples.mimo.nemotron_vlm.loop.forward_step import answers, forward_step
 from examples.mimo.nemotron_vlm.loop.metrics import Record, observed, read_metrics
 from examples.mimo.nemotron_vlm.loop.terminal import beginning, ending, say, tell
@@ -97,9 +98,13 @@ def run(argv: list[str]) -> None:
         return
     argv = ["--help" if word == "--help-all" else word for word in argv]
     own = own_options(argv)
-    asks_only = bool(own.dry_run or own.plan)
-    if own.plan < 0 or (own.dry_run and own.plan):
-        raise UserError("--plan N takes 1 or more GPUs, and does not go with --dry-run")
+    asks_only = not own.given.isdisjoint({"--dry-run", "--plan"})
+    if own.plan_json and not own.plan:
+        raise UserError("--plan-json is for --plan N: give both")
+    if own.picture and not own.dry_run:
+        raise UserError("--picture is for --dry-run RANKS: give both")
+    if asks_only and ((own.dry_run > 0) == (own.plan > 0) or min(own.dry_run, own.plan) < 0):
+        raise UserError("--plan N and --dry-run RANKS take 1 or more, and not both together")
     if own.device == "cuda" and not asks_only and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch finds no GPU here; --device cpu trains without one")
     # Megatron prints all arguments: not before the checks, whose refusal that would hide.
@@ -122,6 +127,7 @@ def run(argv: list[str]) -> None:
                 "local takes Megatron's own layers"
             )
         _check_outputs(args)
+        check_inputs(args)
         source = make_source(args, options.preset)
         _say_left_out(source, args)
         session = open_session(options, source)
@@ -326,14 +332,16 @@ def _directory(args: Namespace) -> Path | None:
 
 
 def _check_outputs(args: Namespace) -> None:
-    probe = args.save and Path(args.save, ".probe")
-    log = None if args.log_file == "-" else args.log_file and Path(args.log_file)
-    outputs = {"--metrics-out": args.metrics_out, "--report": args.report, "--log-file": log}
-    outputs["--save"] = probe
-    for option, path in outputs.items():
+    log = None if args.log_file == "-" else args.log_file
+    files = {"--metrics-out": args.metrics_out, "--report": args.report, "--log-file": log}
+    folders = {"--save": args.save, "--tensorboard-dir": args.tensorboard_dir}
+    for option, path in (files | folders).items():
         try:
             if path:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryFile(dir=path.parent).close()
+                folder = Path(path) if option in folders else Path(path).parent
+                folder.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()
+                if option in files and Path(path).is_dir():
+                    raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
         except OSError as error:
             raise UserError(f"{option} {path}: cannot write there ({error.strerror})") from error

@@ -48,9 +48,15 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-AT_LEAST_1 = "micro_batch_size global_batch_size seq_length "
-AT_LEAST_1 += "encoder_macro_batch sample_multiple pack_window"
-LEAST = dict.fromkeys(AT_LEAST_1.split(), 1) | {"num_workers": 0}
+AT_LEAST_1 = """micro_batch_size global_batch_size seq_length encoder_macro_batch sample_multiple
+    pack_window train_iters eval_interval save_interval log_interval max_tiles video_frames
+    distributed_timeout_minutes""".split()
+AT_LEAST_0 = "num_workers eval_iters lr_warmup_iters recompute_encoder seed lr min_lr".split()
+LEAST = dict.fromkeys(AT_LEAST_1, 1) | dict.fromkeys(AT_LEAST_0, 0)
+MOST = {"min_lr": "lr", "moe_router_topk": "num_experts"}
+"""Options that must not be larger than another."""
+PICTURES = ".png", ".pdf", ".svg"
+"""Ends of the names of a report."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +153,17 @@ def _one_line() -> Iterator[None]:
         yield
     except kinds as error:
         reason = " ".join(str(error).split())
+        if isinstance(error, KeyError):
+            reason = f"{reason} is none of the values that its option takes; see --help-all"
         if not reason:
-            reason = f"not so: {traceback.extract_tb(error.__traceback__)[-1].line}"
+            asked = traceback.extract_tb(error.__traceback__)[-1].line.removeprefix("assert ")
+            reason = re.sub(r"args\.(\w+)", lambda found: _option(found[1]), asked)
+            reason = f"Megatron asks for: {reason}"
         raise UserError(reason) from error
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _check_own(args: argparse.Namespace) -> None:
@@ -168,8 +182,20 @@ def _check_own(args: argparse.Namespace) -> None:
             f"nearest: {max(1, round(kept / every)) * every}"
         )
     for name, least in LEAST.items():
-        if getattr(args, name) is not None and getattr(args, name) < least:
-            raise UserError(f"--{name.replace('_', '-')} must be {least} or more")
+        given = getattr(args, name)
+        if given is not None and not given >= least:  # nor not a number
+            raise UserError(f"{_option(name)} must be {least} or more")
+    for name, other in MOST.items():
+        given, most = getattr(args, name), getattr(args, other)
+        if None not in (given, most) and given > most:
+            raise UserError(f"{_option(name)} {given} must be at most {_option(other)} {most}")
+    heads, groups = args.num_attention_heads, args.num_query_groups
+    if heads % groups:
+        raise UserError(
+            f"--num-attention-heads {heads} must be a multiple of --num-query-groups {groups}"
+        )
+    if args.report and args.report.suffix not in PICTURES:
+        raise UserError(f"--report {args.report}: its name must end in {' or '.join(PICTURES)}")
     if args.pack and args.micro_batch_size != 1:
         raise UserError("--pack makes one row a microbatch: --micro-batch-size must be 1")
     if args.pack and args.seq_length % args.sample_multiple:

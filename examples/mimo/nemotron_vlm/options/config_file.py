@@ -56,6 +56,8 @@ def with_config(
     names = {name[2:].replace("_", "-"): name for name in known if name.startswith("--")}
     words: list[str] = []
     for path in found.config:
+        if not path:
+            raise UserError(f"{CONFIG} takes a FILE")
         for key, value in _read(path).items():
             name = names.get(key.replace("_", "-"))
             if name is None and is_whole:
@@ -65,12 +67,12 @@ def with_config(
     return [*words, *given]
 
 
-def _read(path: str | None) -> dict[str, str | list[str]]:
+def _read(path: str) -> dict[str, str | list[str]]:
     """Read a file's keys; every scalar stays the text that it is written as."""
     import yaml  # not needed where nobody asks for a file
 
     try:
-        read = yaml.load(Path(path or "").read_text(), yaml.BaseLoader) or {}
+        read = yaml.load(Path(path).read_text(), yaml.BaseLoader) or {}
     except OSError as error:
         raise UserError(f"{CONFIG} {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -173,7 +173,7 @@ def _nearest(wanted: Layout, world_size: int, rule: Rule, what: str) -> str:
     same = [replace(c, etp=etp or c.etp, vpp=wanted.vpp) for c in plain]
     fitting = {c for c in (*same, *plain) if not rule(c)}
     if not fitting:
-        return "No layout of these ranks fits; change the batch, the sequence length or the ranks"
+        return f"No layout of {world_size} ranks fits; change their number, the batch or the length"
 
     def distance(layout: Layout) -> tuple[float, str]:
         pairs = zip(astuple(layout), astuple(wanted), strict=True)

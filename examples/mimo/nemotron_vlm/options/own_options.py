@@ -123,7 +123,7 @@ class OwnOptions:
     metrics_out: Path | None = None
     """write a JSON line per step to this file"""
     report: Path | None = None
-    """write a PNG with curves and test answers to this file at the end"""
+    """draw curves and test answers to this file at the end: PNG, PDF or SVG"""
     log_file: str | None = None
     """file that Megatron's own output goes to, or - for the terminal; default: log-TIME.txt beside
     --metrics-out, a file for each start"""
@@ -215,10 +215,13 @@ def preset_of(args: argparse.Namespace) -> VLMPreset:
     of_clips = args.video_target_num_patches, args.video_frames, args.video_fps
     if not args.dynamic_resolution and given != (None, None):
         raise UserError(f"{option}-min-patches and -max-patches need {option}")
-    if any(of_clips) and not (args.dynamic_resolution and preset.images.tubelet > 1):
+    sees_clips = args.dynamic_resolution and preset.images.tubelet > 1
+    if of_clips != (None, None, None) and not sees_clips:
         raise UserError(f"--video-… options need {option} and a --model with video")
     if not args.dynamic_resolution:
         return preset
+    if args.video_fps is not None and not args.video_fps > 0:
+        raise UserError(f"--video-fps must be above 0, not {args.video_fps}")
     preset = preset.with_images_of_any_size(*given, args.video_target_num_patches)
     images = preset.images
     if images.clip_patches < images.pixel_shuffle**2:

@@ -175,7 +175,8 @@ def find_machine(name: str) -> Machine:
     except OSError as error:
         known = ", ".join(table)
         reason = f"no such GPU and no file; choose from {known}, or a file of tools/calibrate.py"
-        raise UserError(f"GPU {name}: {reason}") from error
+        raise UserError(f"--plan-gpu {name}: {reason}") from error
     except (ValueError, TypeError, KeyError) as error:
         wanted = ", ".join(field.name for field in fields(Machine))
-        raise UserError(f"GPU {name}: not a file of tools/calibrate.py, with {wanted}") from error
+        reason = f"not a file of tools/calibrate.py, with {wanted}"
+        raise UserError(f"--plan-gpu {name}: {reason}") from error

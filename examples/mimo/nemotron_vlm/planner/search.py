@@ -96,9 +96,11 @@ def search(task: Task, keep: int = 10) -> Found:
     if not fastest:
         enough = _enough(task)
         cure = f"by this model {enough} GPUs would do" if enough else "take more GPUs"
+        size = f"{machine.memory_bytes / 1e9:.0f} GB"
+        of_allowed = f"of the {allowed} that the program's rules allow none fits {size}"
+        why = of_allowed if allowed else "the program's rules allow none"
         raise UserError(
-            f"no plan for {task.world} GPUs: of the {allowed} that the program's rules allow none "
-            f"fits {machine.memory_bytes / 1e9:.0f} GB; {cure}, or a shorter --seq-length, or "
+            f"no plan for {task.world} GPUs: {why}; {cure}, or a shorter --seq-length, or "
             "a --global-batch-size that they divide"
         )
     best = [

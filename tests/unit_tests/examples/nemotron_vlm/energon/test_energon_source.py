@@ -64,7 +64,9 @@ class TestStore:
         assert found == files
 
     def test_refuses_what_is_not_prepared_and_other_kinds_of_samples(self, copied, tmp_path):
-        for path, text in (("none", "no such data set"), (".", "run: energon prepare")):
+        (tmp_path / "empty").mkdir()
+        refusals = [("none", "no such data set"), ("empty", "no shards"), (".", "run: energon pre")]
+        for path, text in refusals:
             with pytest.raises(ValueError, match=text) as refusal:
                 source(tmp_path / path, copied / "tokenizer")
             assert "\n" not in str(refusal.value)
