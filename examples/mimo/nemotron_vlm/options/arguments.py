@@ -44,19 +44,10 @@ from examples.mimo.nemotron_vlm.options.environment import at_start
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
 from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options, preset_of
 from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
+from examples.mimo.nemotron_vlm.options.value_rules import check_values, option_of
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
-
-AT_LEAST_1 = """micro_batch_size global_batch_size seq_length encoder_macro_batch sample_multiple
-    pack_window train_iters eval_interval save_interval log_interval max_tiles video_frames
-    distributed_timeout_minutes""".split()
-AT_LEAST_0 = "num_workers eval_iters lr_warmup_iters recompute_encoder seed lr min_lr".split()
-LEAST = dict.fromkeys(AT_LEAST_1, 1) | dict.fromkeys(AT_LEAST_0, 0)
-MOST = {"min_lr": "lr", "moe_router_topk": "num_experts"}
-"""Options that must not be larger than another."""
-PICTURES = ".png", ".pdf", ".svg"
-"""Ends of the names of a report."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +101,7 @@ def parse(
     sizes = {field.name: getattr(args, field.name) for field in fields(preset.language)}
     preset = replace(preset, language=replace(preset.language, **sizes))
     parts = part_settings(args, preset.names)
-    _check_own(args)
+    check_values(args)
     _complete(args, preset)
     layouts = _layouts(args, preset)
     _set_layout(args, preset, layouts)
@@ -157,51 +148,9 @@ def _one_line() -> Iterator[None]:
             reason = f"{reason} is none of the values that its option takes; see --help-all"
         if not reason:
             asked = traceback.extract_tb(error.__traceback__)[-1].line.removeprefix("assert ")
-            reason = re.sub(r"args\.(\w+)", lambda found: _option(found[1]), asked)
+            reason = re.sub(r"args\.(\w+)", lambda found: option_of(found[1]), asked)
             reason = f"Megatron asks for: {reason}"
         raise UserError(reason) from error
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _check_own(args: argparse.Namespace) -> None:
-    if args.report and not args.metrics_out:
-        raise UserError("--report draws the metrics file: add --metrics-out FILE")
-    if args.report and not args.eval_iters:
-        raise UserError("--report shows what the model reads: add --eval-iters N")
-    if args.wandb_project and not args.wandb_exp_name:
-        raise UserError("--wandb-project needs --wandb-exp-name NAME")
-    if args.wandb_project and not (args.save or args.wandb_save_dir):
-        raise UserError("--wandb-project needs --wandb-save-dir DIR, or --save DIR")
-    every, kept = args.save_interval, args.save_retain_interval
-    if args.save and every and kept and kept % every:
-        raise UserError(
-            f"--save-retain-interval {kept} must be a multiple of --save-interval {every}; "
-            f"nearest: {max(1, round(kept / every)) * every}"
-        )
-    for name, least in LEAST.items():
-        given = getattr(args, name)
-        if given is not None and not given >= least:  # nor not a number
-            raise UserError(f"{_option(name)} must be {least} or more")
-    for name, other in MOST.items():
-        given, most = getattr(args, name), getattr(args, other)
-        if None not in (given, most) and given > most:
-            raise UserError(f"{_option(name)} {given} must be at most {_option(other)} {most}")
-    heads, groups = args.num_attention_heads, args.num_query_groups
-    if heads % groups:
-        raise UserError(
-            f"--num-attention-heads {heads} must be a multiple of --num-query-groups {groups}"
-        )
-    if args.report and args.report.suffix not in PICTURES:
-        raise UserError(f"--report {args.report}: its name must end in {' or '.join(PICTURES)}")
-    if args.pack and args.micro_batch_size != 1:
-        raise UserError("--pack makes one row a microbatch: --micro-batch-size must be 1")
-    if args.pack and args.seq_length % args.sample_multiple:
-        raise UserError(
-            f"--sample-multiple {args.sample_multiple} must divide --seq-length {args.seq_length}"
-        )
 
 
 def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:

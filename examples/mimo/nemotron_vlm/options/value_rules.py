@@ -1,0 +1,65 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rules for the values of options, whatever the layouts."""
+
+from argparse import Namespace
+
+from examples.mimo.common.errors import UserError
+
+AT_LEAST_1 = """micro_batch_size global_batch_size seq_length encoder_macro_batch sample_multiple
+    pack_window train_iters eval_interval save_interval log_interval max_tiles video_frames
+    distributed_timeout_minutes""".split()
+AT_LEAST_0 = "num_workers eval_iters lr_warmup_iters recompute_encoder seed lr min_lr".split()
+LEAST = dict.fromkeys(AT_LEAST_1, 1) | dict.fromkeys(AT_LEAST_0, 0)
+MOST = {"min_lr": "lr", "moe_router_topk": "num_experts"}
+"""Options that must not be larger than another."""
+PICTURES = ".png", ".pdf", ".svg"
+"""Ends of the names of a report."""
+
+
+def check_values(args: Namespace) -> None:
+    """Refuse numbers out of range, and options that lack others.
+
+    Raises:
+        UserError: the message names the option, and the value or option that it needs.
+    """
+    if args.report and not args.metrics_out:
+        raise UserError("--report draws the metrics file: add --metrics-out FILE")
+    if args.report and not args.eval_iters:
+        raise UserError("--report shows what the model reads: add --eval-iters N")
+    if args.wandb_project and not args.wandb_exp_name:
+        raise UserError("--wandb-project needs --wandb-exp-name NAME")
+    if args.wandb_project and not (args.save or args.wandb_save_dir):
+        raise UserError("--wandb-project needs --wandb-save-dir DIR, or --save DIR")
+    every, kept = args.save_interval, args.save_retain_interval
+    if args.save and every and kept and kept % every:
+        raise UserError(
+            f"--save-retain-interval {kept} must be a multiple of --save-interval {every}; "
+            f"nearest: {max(1, round(kept / every)) * every}"
+        )
+    for name, least in LEAST.items():
+        given = getattr(args, name)
+        if given is not None and not given >= least:  # nor not a number
+            raise UserError(f"{option_of(name)} must be {least} or more")
+    for name, other in MOST.items():
+        given, most = getattr(args, name), getattr(args, other)
+        if None not in (given, most) and given > most:
+            raise UserError(f"{option_of(name)} {given} must be at most {option_of(other)} {most}")
+    heads, groups = args.num_attention_heads, args.num_query_groups
+    if heads % groups:
+        raise UserError(
+            f"--num-attention-heads {heads} must be a multiple of --num-query-groups {groups}"
+        )
+    if args.report and args.report.suffix not in PICTURES:
+        raise UserError(f"--report {args.report}: its name must end in {' or '.join(PICTURES)}")
+    if args.pack and args.micro_batch_size != 1:
+        raise UserError("--pack makes one row a microbatch: --micro-batch-size must be 1")
+    if args.pack and args.seq_length % args.sample_multiple:
+        raise UserError(
+            f"--sample-multiple {args.sample_multiple} must divide --seq-length {args.seq_length}"
+        )
+
+
+def option_of(name: str) -> str:
+    """Return the option of an argument."""
+    return f"--{name.replace('_', '-')}"
