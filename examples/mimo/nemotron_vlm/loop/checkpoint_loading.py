@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.common.errors import UserError
@@ -70,6 +71,7 @@ def _load(
     *arguments,
     **named,
 ) -> tuple[int, int]:
+    directory = newest(args)
     before = args.no_load_rng, args.verify_integrity, args.override_opt_param_scheduler
     # The scheduler knows this option. Upstream's main would give all modules --lr for it, and count
     # skipped steps as steps of the schedule.
@@ -77,7 +79,6 @@ def _load(
     if optimizer:  # there is none with --skip-train
         optimizer.takes_saved_rates = args.use_checkpoint_opt_param_scheduler
     try:
-        directory = newest(args)
         if directory and not os.path.isdir(directory):
             known = ", ".join(map(str, steps_in(Path(directory).parent)))
             raise UserError(
@@ -100,23 +101,24 @@ def _load(
         return result
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()] or [error]
-        raise _refusal(args, causes[0], args.rank) from error
+        raise _refusal(args, directory, causes[0], args.rank) from error
     except (CheckpointingException, pickle.UnpicklingError, AssertionError, ValueError) as error:
-        raise _refusal(args, error) from error
+        raise _refusal(args, directory, error) from error
     finally:
         args.no_load_rng, args.verify_integrity, args.override_opt_param_scheduler = before
 
 
-def _refusal(args: Namespace, error: BaseException, rank: int | None = None) -> UserError:
+def _refusal(
+    args: Namespace, directory: str | None, error: BaseException, rank: int | None = None
+) -> UserError:
     reason = " ".join(str(error).split())[:600]
-    if "damaged" in reason and (earlier := _earlier(args)):
+    if "damaged" in reason and (earlier := _earlier(Path(directory or ""))):
         reason += f"; the checkpoint before it: --ckpt-step {earlier}"
     return UserError(f"--load {args.load}: {reason}", rank)
 
 
-def _earlier(args: Namespace) -> int | None:
-    """Return the step of the newest checkpoint before the one that is loaded, if there is one."""
-    directory = Path(newest(args) or "")
+def _earlier(directory: Path) -> int | None:
+    """Return the step of the newest checkpoint before a directory's, if there is one."""
     before = directory.name[5:]
     return max(
         (step for step in steps_in(directory.parent) if before.isdigit() and step < int(before)),
@@ -140,9 +142,27 @@ def check_inputs(args: Namespace) -> None:
 
 
 def newest(args: Namespace) -> str | None:
-    """Return the directory of the checkpoint that Megatron will load, or None if there is none."""
+    """Return the directory of the checkpoint that Megatron will load, or None if there is none.
+
+    Collective, as Megatron's reading of the tracker is.
+
+    Raises:
+        UserError: the tracker names no checkpoint, or only some ranks see it.
+    """
     for name in ("load", "pretrained_checkpoint"):
-        source = getattr(args, name)
-        if source and os.path.isfile(checkpointing.get_checkpoint_tracker_filename(source)):
-            return checkpointing.get_load_checkpoint_path_by_args(args, name)
+        source, text = getattr(args, name), None
+        tracker = Path(source and checkpointing.get_checkpoint_tracker_filename(source) or "")
+        if tracker.is_file():
+            text = tracker.read_text(errors="replace").strip()
+        see = [True] * dist.get_world_size()
+        dist.all_gather_object(see, text is not None)
+        if len(set(see)) > 1:
+            ranks = ", ".join(str(rank) for rank, sees in enumerate(see) if not sees)
+            raise UserError(f"{tracker}: ranks {ranks} do not see it; all must see the same files")
+        if text is None:
+            continue
+        if text != "release" and not text.isdecimal():  # Megatron would end with exit code 0
+            known = ", ".join(map(str, steps_in(tracker.parent)))
+            raise UserError(f"{tracker} names no step; write one into it that is there: {known}")
+        return checkpointing.get_load_checkpoint_path_by_args(args, name)
     return None

@@ -25,6 +25,8 @@ from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoin
 from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
 from megatron.core.models.mimo.bridge.plan import AtomRows
 from megatron.core.rerun_state_machine import Call, Caller
+from megatron.training import checkpointing
+from megatron.training.checkpointing import get_checkpoint_tracker_filename as tracker_of
 from tests.unit_tests.examples.nemotron_vlm.loop.models import FEW_EXPERTS, TOLERANCE
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
     APART_ON_CP,
@@ -131,6 +133,7 @@ DAMAGES = {
     "flipped bit in the metadata": (lambda d: flip(d / ".metadata"), "damaged"),
     "missing manifest": (lambda d: (d / "integrity.json").unlink(), "has no integrity.json"),
     "manifest of nothing": (lambda d: (d / "integrity.json").write_text("[]"), "is damaged"),
+    "empty tracker": (lambda d: Path(tracker_of(d.parent)).write_text(""), "that is there: 1"),
 }
 
 
@@ -189,6 +192,11 @@ class TestRefusals:
             damage(saved / "iter_0000001")
         dist.barrier()
         self.assert_refused(saved, text)
+
+    def test_of_a_disk_that_only_one_rank_sees(self, saved, monkeypatch):
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(checkpointing, tracker_of.__name__, lambda path: f"{path}/none")
+        self.assert_refused(saved, "ranks 1 do not see it")
 
     def test_of_another_model(self, saved):
         wider = replace(tiny(), name="wider", language=replace(tiny().language, hidden_size=32))
