@@ -14,11 +14,10 @@ export NEXT
 ifneq ($(words $(CURDIR)),1)
 $(error $(CURDIR) has a space, at which make splits paths: move the repository)
 endif
-ifeq ($(filter digits energon omni,$(DATA)),)
+TRAIN_RANKS ?= 8
+ifeq ($(filter train,$(MAKECMDGOALS))$(filter digits energon omni,$(DATA)),train)
 $(error DATA=$(DATA): choose from digits, energon, omni)
 endif
-
-TRAIN_RANKS ?= 8
 ifeq ($(DATA),omni)
 MODEL := --model tiny-omni --dynamic-resolution --encoder images:tp=2,dp=4 --encoder sound:dp=8 \
 	--seq-length 48 --train-iters 400

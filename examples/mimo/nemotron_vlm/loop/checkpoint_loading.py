@@ -136,7 +136,7 @@ def check_inputs(args: Namespace) -> None:
     """Refuse checkpoints that are not there; --load may name those of the run itself, to be."""
     for option in ("load", "pretrained_checkpoint"):
         path = getattr(args, option)
-        is_own = path and args.save and Path(path) == Path(args.save)
+        is_own = path and args.save and Path(path).resolve() == Path(args.save).resolve()
         if path and not is_own and not newest(args):
             raise UserError(f"--{option.replace('_', '-')} {path}: no checkpoint there")
 
