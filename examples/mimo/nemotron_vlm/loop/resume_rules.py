@@ -9,6 +9,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import fields
 
+import torch
+
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import PREPARATION
 from examples.mimo.nemotron_vlm.loop.terminal import changes
@@ -57,6 +59,11 @@ def check_resume(args: Namespace, saved: Namespace | None) -> None:
             f"--load {args.load}: the optimizer's state there has another form ({state}); give "
             "what was given then, or --no-load-optim, which goes on with a new optimizer"
         )
+    if _has_half_weights(saved) and not args.no_load_optim:
+        raise UserError(
+            f"--load {args.load}: an earlier version saved half of each master weight there; "
+            "--no-load-optim goes on with a new optimizer"
+        )
     given = [bool(getattr(args, name)) for name in OF_PARTS]
     if args.use_checkpoint_opt_param_scheduler and given != [
         bool(getattr(saved, name, None)) for name in OF_PARTS
@@ -90,6 +97,17 @@ def _check_data(args: Namespace, saved: Namespace) -> None:
         "go on where it stood; give what was given then, or --finetune, which takes the weights "
         "and begins anew"
     )
+
+
+def _has_half_weights(saved: Namespace) -> bool:
+    """Return whether master weights are what bf16 weights lack, which PyTorch would load as them.
+
+    Runs of this version save whole ones, and say so in ``store_param_remainders``.
+    """
+    is_aware = getattr(saved, "use_precision_aware_optimizer", False)
+    is_aware = is_aware and not saved.optimizer_cpu_offload
+    in_bf16 = getattr(saved, "bf16", False) and getattr(saved, "store_param_remainders", True)
+    return bool(is_aware and in_bf16 and saved.main_params_dtype == torch.float32)
 
 
 def _changes(args: Namespace, saved: Namespace, names: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ of its files: the run goes on."""
 
 import functools
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
@@ -14,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.loop.resume_rules import check_resume
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from megatron.core.dist_checkpointing import parallel_manifest, serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -80,6 +82,19 @@ def test_saves_on_gpus_are_asynchronous_by_default(options, memory, is_asynchron
     args = parse(f"--device cuda {options}".split(), 1).args
     assert args.async_save is args.use_persistent_ckpt_worker is is_asynchronous
     assert args.async_strategy == "mcore" and not parse(["--save", "saved"], 1).args.async_save
+
+
+def test_halves_of_master_weights_are_not_taken_for_them():
+    """An earlier version saved what bf16 weights lack, and did not say so in the arguments."""
+    args = parse(["--load", "saved", "--bf16"], 1).args
+    args.data_fingerprint, args.use_precision_aware_optimizer = "", True
+    saved = Namespace(**vars(args))
+    check_resume(args, saved)
+    del saved.store_param_remainders
+    with pytest.raises(UserError, match="half of each master weight there; --no-load-optim"):
+        check_resume(args, saved)
+    args.no_load_optim = True
+    check_resume(args, saved)
 
 
 @requires_world_size(1)
