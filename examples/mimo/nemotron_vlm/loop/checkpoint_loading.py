@@ -133,12 +133,17 @@ def steps_in(directory: Path) -> list[int]:
 
 
 def check_inputs(args: Namespace) -> None:
-    """Refuse checkpoints that are not there; --load may name those of the run itself, to be."""
+    """Refuse a folder without a checkpoint, but not one in which this run will save its own."""
     for option in ("load", "pretrained_checkpoint"):
         path = getattr(args, option)
         is_own = path and args.save and Path(path).resolve() == Path(args.save).resolve()
-        if path and not is_own and not newest(args):
+        if path and not is_own and not _tracker(path).is_file():
             raise UserError(f"--{option.replace('_', '-')} {path}: no checkpoint there")
+
+
+def _tracker(directory: str) -> Path:
+    """Return the file that names the newest checkpoint of a folder."""
+    return Path(checkpointing.get_checkpoint_tracker_filename(directory))
 
 
 def newest(args: Namespace) -> str | None:
@@ -151,8 +156,7 @@ def newest(args: Namespace) -> str | None:
     """
     for name in ("load", "pretrained_checkpoint"):
         source, text = getattr(args, name), None
-        tracker = Path(source and checkpointing.get_checkpoint_tracker_filename(source) or "")
-        if tracker.is_file():
+        if source and (tracker := _tracker(source)).is_file():
             text = tracker.read_text(errors="replace").strip()
         see = [True] * dist.get_world_size()
         dist.all_gather_object(see, text is not None)
