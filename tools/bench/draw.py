@@ -26,7 +26,8 @@ PARTS = {
 """Shares of a step and their colours: data is waiting for it, exposed is communication alone."""
 
 SPEED = "GPUs|s/step|tokens/s a GPU|TFLOP/s a GPU|of peak".split("|")
-REST = ["ratio", "GiB", *list(PARTS)[:3]]
+WAITS = list(PARTS)[:3]
+REST = ["ratio", "GiB", *WAITS]
 HEAD = f"| row | run | {' | '.join([*SPEED, *REST])} |\n|---|---|"
 HEAD += "---:|" * len([*SPEED, *REST])
 """Head of the table in Markdown."""
@@ -92,7 +93,7 @@ def line(row: dict, run: dict) -> str:
     peak_gib = run["peak_memory_gib"]
     title = row["title"] if run is first else ""
     memory = "–" if peak_gib is None else f"{peak_gib:.0f}"
-    parts = (shares(run)[name] for name in list(PARTS)[:3])
+    parts = (shares(run)[name] for name in WAITS)
     waits = ("–" if share is None else _percent(share) for share in parts)
     return _joined(title, run["name"], *_speed(run), f"{ratio:.2f}", memory, *waits)
 

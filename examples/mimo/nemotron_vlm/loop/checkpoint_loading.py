@@ -22,6 +22,7 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.loop.checkpoint_saving import Saves
 from examples.mimo.nemotron_vlm.loop.resume_rules import check_resume
 from examples.mimo.nemotron_vlm.loop.terminal import LAYOUT, beginning, changes, goes_on, say
+from examples.mimo.nemotron_vlm.options.value_rules import option_of
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.parallel_manifest import verify_manifest
@@ -134,11 +135,11 @@ def steps_in(directory: Path) -> list[int]:
 
 def check_inputs(args: Namespace) -> None:
     """Refuse a folder without a checkpoint, but not one in which this run will save its own."""
-    for option in ("load", "pretrained_checkpoint"):
-        path = getattr(args, option)
+    for name in ("load", "pretrained_checkpoint"):
+        path = getattr(args, name)
         is_own = path and args.save and Path(path).resolve() == Path(args.save).resolve()
         if path and not is_own and not _tracker(path).is_file():
-            raise UserError(f"--{option.replace('_', '-')} {path}: no checkpoint there")
+            raise UserError(f"{option_of(name)} {path}: no checkpoint there")
 
 
 def _tracker(directory: str) -> Path:

@@ -15,6 +15,7 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import PREPARATION
 from examples.mimo.nemotron_vlm.loop.terminal import changes
 from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
+from examples.mimo.nemotron_vlm.options.value_rules import option_of
 
 STREAM = ("data", "seed", "seq_length", "pack", "pack_window", "sample_multiple", *PREPARATION)
 """Arguments that may change which sample has which number, for the refusal's text; whether it has
@@ -87,7 +88,7 @@ def _check_data(args: Namespace, saved: Namespace) -> None:
     if getattr(saved, "data_fingerprint", args.data_fingerprint) == args.data_fingerprint:
         return
     others = [
-        f"--{name.replace('_', '-')} {getattr(args, name)} in place of {getattr(saved, name, None)}"
+        f"{option_of(name)} {getattr(args, name)} in place of {getattr(saved, name, None)}"
         for name in STREAM
         if getattr(args, name) != getattr(saved, name, None)
     ]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from examples.mimo.common.layout import BUBBLES, PLANNED, SIZES, asked_layout
 from examples.mimo.nemotron_vlm.options.config_file import with_config
+from examples.mimo.nemotron_vlm.options.value_rules import option_of
 
 
 def uses_gpus(argv: list[str]) -> bool:
@@ -62,7 +63,7 @@ def _seen(argv: list[str]) -> argparse.Namespace:
         parser.add_argument(name, nargs="?", const=1, type=_size)
     parser.add_argument("--language", nargs="?", default="", const="")
     for name in SIZES["language"].values():
-        parser.add_argument(f"--{name.replace('_', '-')}", nargs="?", type=_size)
+        parser.add_argument(option_of(name), nargs="?", type=_size)
     return parser.parse_known_args(with_config(argv, parser))[0]
 
 
