@@ -5,19 +5,28 @@
 Adam resumes bit for bit, and runs go on in another precision.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+from examples.mimo.nemotron_vlm.loop.metrics import read_metrics
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import shared_digits
 from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE, MODELS, ON_GPUS
 from tests.unit_tests.examples.nemotron_vlm.loop.rows_on_gpus import AHEAD, ON_ONE_GPU, ON_TWO_GPUS
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import (
+    MICROBATCHES,
     MOST,
     check,
+    is_of_this_process,
+    judged,
     reference_of,
     tolerance,
 )
-from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+from tests.unit_tests.examples.nemotron_vlm.runs import DEVICE, SHORT_RUN, trainer
 from tests.unit_tests.test_utilities import requires_world_size
 
 IN_16_BITS = [row for row in ON_TWO_GPUS if MODELS[row.model].is_16_bit]
@@ -37,6 +46,34 @@ def test_one_gpu_is_recorded(name, record_property):
     """The other runs are compared with this one; 16-bit runs with three, whose spread is noted."""
     reference_of(MODELS[name], MODELS[name].options)
     record_property("allowed", tolerance(MODELS[name]))
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize("name", ["packed local", "gated delta nets"])
+def test_one_gpu_is_as_a_cpu(name, record_property, tmp_path):
+    """All other runs are compared with a GPU's own: what is wrong on every GPU shows here alone."""
+    model = MODELS[name]
+    options = *model.options, *model.batch(MICROBATCHES[0], 1)
+    result = judged(model, on_a_cpu(options, tmp_path), reference_of(model, model.options))
+    for figure in ("found", "allowed"):
+        record_property(figure, result[figure])
+    assert all(result["found"][name] <= most for name, most in result["allowed"].items()), result
+
+
+def on_a_cpu(options: tuple[str, ...], folder: Path) -> list[dict]:
+    """Run the program on a CPU, as a user starts it, and return its records."""
+    metrics = folder / "metrics.jsonl"
+    search = os.environ["PYTHONPATH"].split(os.pathsep)
+    environment = {key: text for key, text in os.environ.items() if not is_of_this_process(key)}
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in search if Path(p).name != "untuned")
+    line = ["--device", "cpu", *SHORT_RUN[len(DEVICE) :], *options, "--metrics-out", str(metrics)]
+    subprocess.run(
+        [sys.executable, "examples/mimo/pretrain_nemotron_vlm.py", *line],
+        cwd=os.environ["CHECKOUT"],
+        env=environment,
+        check=True,
+    )
+    return read_metrics(metrics)
 
 
 @requires_world_size(1)

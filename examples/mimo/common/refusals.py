@@ -230,6 +230,11 @@ REFUSALS = [
     _takes_only(
         "--ckpt-format", "torch_dist", "only torch_dist saves parameters by name, for any layout"
     ),
+    Refusal(
+        "--cross-entropy-loss-fusion without --bf16",
+        lambda args: args.cross_entropy_loss_fusion and not args.bf16,
+        "it rounds the gradients of the logits to bfloat16",
+    ),
     _set("--non-persistent-save-interval", IN_LOAD),
     _set_to("--non-persistent-ckpt-type global", IN_LOAD),
     _set_to("--non-persistent-ckpt-type local", "it does not save fully reshardable state"),

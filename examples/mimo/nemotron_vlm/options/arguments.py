@@ -182,6 +182,7 @@ def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:
     if args.log_straggler:
         default("logging_level", logging.INFO)  # that of its lines
     default("async_save", saves_asynchronously(args))
+    default("cross_entropy_loss_fusion", args.bf16)
     default("overlap_param_gather", args.use_distributed_optimizer and args.overlap_grad_reduce)
     args.use_persistent_ckpt_worker |= args.async_save  # Megatron has no other worker
     default("eval_interval", args.train_iters or 1000)

@@ -99,7 +99,7 @@ def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
         "async_save": None,  # follows from other options
         "gradient_accumulation_fusion": layers._grad_accum_fusion_available,
         "moe_grouped_gemm": has_grouped_gemm and is_recent,
-        "cross_entropy_loss_fusion": True,
+        "cross_entropy_loss_fusion": None,  # follows from other options
         "overlap_grad_reduce": True,
         "overlap_param_gather": None,  # follows from other options
     }

@@ -71,6 +71,7 @@ class TestStep:
             samples = [next(batches)["samples"] for _ in range(12)]
         assert sorted(samples[-1]) == list(range(12 * 32, 13 * 32))
 
+    @pytest.mark.skipif(HAVE_CUDA, reason="a fork cannot use its parent's GPU")
     def test_loading_processes_end_with_a_rank_that_is_killed(self, monkeypatch):
         """They wait for room in the pipe to it, which takes less than a microbatch here."""
         monkeypatch.setattr(Reader, "__getitem__", lambda *_: bytes(2**17))

@@ -126,7 +126,7 @@ def _program(arguments: list[str], log: Path, source: SampleSource | None) -> No
 
     if source:
         run.make_source = lambda args, preset: source
-    for name in filter(_is_of_this_process, list(os.environ)):
+    for name in filter(is_of_this_process, list(os.environ)):
         del os.environ[name]
     with log.open("w") as file:
         for stream in (sys.stdout, sys.stderr):
@@ -134,7 +134,7 @@ def _program(arguments: list[str], log: Path, source: SampleSource | None) -> No
         sys.exit(main(arguments))
 
 
-def _is_of_this_process(name: str) -> bool:
+def is_of_this_process(name: str) -> bool:
     """Whether the launcher, or a model that was built here, has set the variable."""
     return name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith(
         ("MASTER_", "TORCHELASTIC_", "GROUP_", "LOCAL_WORLD", "ROLE_", "NVTE_")

@@ -82,6 +82,21 @@ def test_token_counts_stay_on_the_device_where_it_is_faster(options, dispatcher,
 
 
 @pytest.mark.parametrize(
+    ("options", "is_fused"),
+    [
+        ("--bf16", True),
+        ("--bf16 --no-cross-entropy-loss-fusion", False),
+        ("--fp16", False),
+        ("", False),
+    ],
+)
+def test_the_fused_loss_is_that_of_bf16(options, is_fused):
+    """Megatron's rounds the gradients of the logits to bfloat16, whatever the precision."""
+    line = f"--device cuda --data mock --transformer-impl local {options}"
+    assert parsed(line, 1).args.cross_entropy_loss_fusion is is_fused
+
+
+@pytest.mark.parametrize(
     ("modules", "captured"),
     [
         ("", "attn mamba moe_router"),

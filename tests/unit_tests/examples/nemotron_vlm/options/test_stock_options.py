@@ -44,6 +44,7 @@ REFUSED = [
     "--exp-avg-sq-dtype bf16",
     "--non-persistent-save-interval 1",
     "--non-persistent-ckpt-type local",
+    "--cross-entropy-loss-fusion --device cuda --fp16",
     "--log-straggler --device cuda",
     "--yaml-cfg options.yaml",
     "--cp-comm-type a2a",
