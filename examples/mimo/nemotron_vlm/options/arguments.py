@@ -23,6 +23,7 @@ from examples.mimo.common.layout import (
     Layout,
     Layouts,
     asked_layout,
+    option_of,
 )
 from examples.mimo.common.layout_rules import CHUNKWISE, staged_pattern
 from examples.mimo.common.refusals import REFUSALS, refuse
@@ -44,7 +45,7 @@ from examples.mimo.nemotron_vlm.options.environment import at_start
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
 from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options, preset_of
 from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
-from examples.mimo.nemotron_vlm.options.value_rules import check_values, option_of
+from examples.mimo.nemotron_vlm.options.value_rules import check_values
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size

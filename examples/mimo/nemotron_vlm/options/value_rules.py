@@ -5,6 +5,7 @@
 from argparse import Namespace
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import option_of
 
 AT_LEAST_1 = """micro_batch_size global_batch_size seq_length encoder_macro_batch sample_multiple
     pack_window train_iters eval_interval save_interval log_interval max_tiles video_frames
@@ -58,8 +59,3 @@ def check_values(args: Namespace) -> None:
         raise UserError(
             f"--sample-multiple {args.sample_multiple} must divide --seq-length {args.seq_length}"
         )
-
-
-def option_of(name: str) -> str:
-    """Return the option of an argument."""
-    return f"--{name.replace('_', '-')}"
