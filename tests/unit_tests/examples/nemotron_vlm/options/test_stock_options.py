@@ -150,6 +150,16 @@ TOGETHER = [
     ),
     ("--train-iters 0", "^--train-iters must be 1 or more$"),
     ("--lr nan", "^--lr must be 0 or more$"),
+    ("--hidden-dropout 2", "^--hidden-dropout must be below 1$"),
+    ("--hidden-dropout -1", "^--hidden-dropout must be 0 or more$"),
+    (f"{ENGINE} --attention-dropout 2", "^--attention-dropout must be below 1$"),
+    ("--adam-beta2 nan", "^--adam-beta2 must be 0 or more$"),
+    ("--lr-warmup-fraction 1", "^--lr-warmup-fraction must be below 1$"),
+    ("--lr-warmup-init 1", "^--lr-warmup-init 1.0 must be at most --lr 0.002$"),
+    ("--tensor-model-parallel-size 0", "^--tensor-model-parallel-size must be 1 or more$"),
+    ("--mamba-num-groups 0", "^--mamba-num-groups must be 1 or more$"),
+    ("--encoder-dp -1", "^--encoder-dp must be 1 or more$"),
+    ("--eval-micro-batch-size 0", "^--eval-micro-batch-size must be 1 or more$"),
     ("--lr 1e-3 --min-lr 1e-2", "^--min-lr 0.01 must be at most --lr 0.001$"),
     ("--moe-router-topk 9", "^--moe-router-topk 9 must be at most --num-experts 8$"),
     ("--num-attention-heads 7", "-heads 7 must be a multiple of --num-query-groups 4$"),
@@ -245,6 +255,9 @@ class TestRefused:
     def test_some_options_need_no_other(self):
         """A state that is whole on each rank needs no resharding."""
         parsed("--no-dist-ckpt-optim-fully-reshardable --no-use-distributed-optimizer", 1)
+
+    def test_sizes_of_layers_that_the_pattern_lacks_do_not_matter(self):
+        assert parse(["--linear-num-key-heads", "0"], world_size=1).args.linear_num_key_heads == 0
 
     def test_master_weights_are_whole(self):
         """Else Transformer Engine's Adam saves 16 bits of each, beside those in the model's weight,
