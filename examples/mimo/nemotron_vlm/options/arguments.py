@@ -56,13 +56,15 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 @dataclass(frozen=True)
 class Options:
-    """Megatron's validated arguments, what is derived from them, and the file that gives them."""
+    """Megatron's validated arguments, what is derived from them, and what gives them: the words of
+    the command line and of its files, and a file."""
 
     args: argparse.Namespace
     preset: VLMPreset
     layouts: Layouts
     configs: VLMConfigs
     parts: PartSettings
+    words: list[str]
     config: str
 
 
@@ -81,14 +83,14 @@ def parse(
     os.environ.update(at_start(argv))  # where the program has not, before imports
     own = own_options(argv)
     preset = preset or preset_of(own)
-    config = ""
+    config, words = "", []
 
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         extend(parser, preset, own.device, own.pack)
         read = parser.parse_args
 
         def parse_args() -> argparse.Namespace:
-            nonlocal config
+            nonlocal config, words
             words = with_config(argv, parser, is_whole=True)
             found = read(words)
             config = as_yaml(words, parser, found)
@@ -115,7 +117,7 @@ def parse(
         _check_evaluation(args, preset, layouts)
         configs = make_configs(args, preset, layouts)
         _check_tokens(args, layouts.language, configs.language)
-    return Options(args, preset, layouts, configs, parts, config)
+    return Options(args, preset, layouts, configs, parts, words, config)
 
 
 def extend(parser: argparse.ArgumentParser, preset: VLMPreset, device: str, packs: bool) -> None:
