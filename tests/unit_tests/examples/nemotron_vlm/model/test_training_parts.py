@@ -199,7 +199,7 @@ class TestFP8:
     def test_parts_have_it_each_on_its_own(self, line, found, monkeypatch):
         monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *_: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        line = f"--device cuda --bf16 --model tiny-omni {FORMAT} {line}"
+        line = f"{ENGINE} --model tiny-omni {FORMAT} {line}"
         configs = parse(line.split(), world_size=1).configs
         images, sound = configs.encoders
         assert (images["encoder"].fp8, configs.language.fp8) == found

@@ -17,6 +17,7 @@ from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_B
 from megatron.training.arguments import add_megatron_arguments, validate_args
 from megatron.training.training import get_megatron_optimizer_config
 
+ENGINE = "--device cuda --transformer-impl transformer_engine"
 REFUSED = [
     "--cuda-graph-impl local",
     "--optimizer muon",
@@ -51,12 +52,12 @@ REFUSED = [
     "--optimizer-cpu-offload --use-precision-aware-optimizer --async-save --device cuda",
     "--moe-flex-dispatcher-backend ncclep --moe-token-dispatcher-type flex --device cuda --bf16",
     "--transformer-impl inference_optimized --device cuda --bf16",
-    "--fp8-recipe delayed --fp8-format hybrid --language pp=2 --device cuda --bf16",
-    "--fp8-recipe delayed --fp8-format hybrid --placement non-colocated --device cuda --bf16",
+    "--fp8-format hybrid --transformer-impl local --device cuda --bf16",
+    f"--fp8-recipe delayed --fp8-format hybrid --language pp=2 {ENGINE} --bf16",
+    f"--fp8-recipe delayed --fp8-format hybrid --placement non-colocated {ENGINE} --bf16",
 ]
 """Options that are refused under a condition; test_accepted_options.py has the others."""
 
-ENGINE = "--device cuda --transformer-impl transformer_engine"
 GRAPHS = f"{ENGINE} --cuda-graph-impl local"
 NO_CHECK = "--no-check-for-nan-in-loss-and-grad"
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
@@ -173,7 +174,7 @@ TOGETHER = [
     ("--projector-lr -1", "--projector-lr must be 0 or more"),
     ("--fp8-parts encoder", "--fp8-parts does nothing without --fp8-format"),
     (
-        "--device cuda --bf16 --model tiny-omni --fp8-format hybrid --fp8-parts sound:encoder",
+        f"{ENGINE} --bf16 --model tiny-omni --fp8-format hybrid --fp8-parts sound:encoder",
         "no such part; choose from encoder, language$",
     ),
     *(
