@@ -8,6 +8,7 @@ import shlex
 from dataclasses import replace
 
 import pytest
+import torch
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import NON_COLOCATED, PLACEMENTS, Batch, Layout, Layouts
@@ -156,6 +157,25 @@ class TestProgram:
         replicas = state[1] * numbers / first["optimizer"]
         assert 1 <= replicas <= 2
         assert shown.rstrip().endswith(options)
+
+    def test_prints_a_command_with_all_that_was_planned_with(self, tmp_path):
+        """Also a file's options, but none that the plan decides."""
+        file = tmp_path / "run.yaml"
+        file.write_text(
+            "device: cuda\nbf16: true\nmodel: tiny-omni\nuse-precision-aware-optimizer: true\n"
+            "main-params-dtype: fp16\nfreeze: encoder\nprompt: What is it?\n"
+            "micro-batch-size: 8\nrecompute-granularity: selective\nplan-tiles: 1\n"
+        )
+        shown = self.plan(f"--plan 2 --config {file} --main-params-dtype fp32 --lr 1e-3")
+        command = shlex.split(shown.partition("run it with\n")[2].replace("\\\n", ""))
+        program = "examples/mimo/pretrain_nemotron_vlm.py"
+        words = command[command.index(program) + 1 :]
+        args = parse([*words, "--dry-run", "2"], 2).args
+        assert (args.model, args.freeze, args.lr) == ("tiny-omni", "encoder", 1e-3)
+        assert args.prompt == "What is it?" and args.main_params_dtype == torch.float32
+        assert args.use_precision_aware_optimizer and args.recompute_granularity is None
+        names = [word.partition("=")[0] for word in words if word.startswith("--")]
+        assert names.count("--micro-batch-size") == 1 and not {"--plan", "--config"} & set(names)
 
     @pytest.mark.parametrize("more", ["", f"--pack --placement {NON_COLOCATED}"])
     def test_is_run_by_ranks_whose_layouts_are_planned(self, more, monkeypatch):

@@ -19,13 +19,15 @@ from examples.mimo.nemotron_vlm.options.arguments import parse
 from examples.mimo.nemotron_vlm.planner.inputs import Inputs
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
-from examples.mimo.nemotron_vlm.planner.plan import OF_STATE, Plan, plan_of, words_among
+from examples.mimo.nemotron_vlm.planner.plan import Plan, plan_of, words_among
 from examples.mimo.nemotron_vlm.planner.step_time import step_time
 
 DECIDE = """--device --bf16 --model --num-layers --hybrid-layer-pattern --num-experts --vocab-size
     --seq-length --global-batch-size --micro-batch-size --encoder --language --placement
     --encoder-macro-batch --encoder-schedule --recompute-encoder --recompute-granularity
-    --recompute-method --recompute-num-layers""".split()
+    --recompute-method --recompute-num-layers --freeze --use-precision-aware-optimizer
+    --main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype
+    --grad-reduce-in-bf16 --optimizer-cpu-offload --optimizer-offload-fraction""".split()
 """Options that change the prediction."""
 
 
@@ -70,7 +72,7 @@ def planned(words: list[str], ranks: int) -> Plan:
     """Return the plan of a command line, on any host; ``--data digits:N`` has N tiles a sample."""
     pairs = list(zip(words, words[1:], strict=False))
     asked = ["--dry-run", str(ranks), "--encoder-macro-batch", "1"]  # once its default on GPUs
-    asked += words_among(words, [*DECIDE, *OF_STATE])
+    asked += words_among(words, DECIDE)
     with redirect_stdout(None):  # Megatron prints its arguments
         plan = plan_of(parse(asked, ranks))
     of_data = [value.partition(":")[2] for name, value in pairs if name == "--data"]

@@ -25,6 +25,9 @@ NOT_FINITE = (
     "which): lower --lr, or skip such steps with --no-check-for-nan-in-loss-and-grad"
 )
 
+LAUNCHED = "MIMO_LAUNCHED"
+"""Variable of the environment of ranks whose launcher ends with their line (``launch.py``)."""
+
 GRACE_S = 2
 """Seconds that a rank waits when it has lost another, which torchrun then notices first."""
 
@@ -50,20 +53,20 @@ class UserError(Exception):
 def end_rank(error: Exception | SystemExit) -> int:
     """Report the error that ends this rank, and return the exit code.
 
-    The line of bad input comes from one rank; a rank that has lost another prints one line, too.
-    Other errors have a traceback above theirs.
+    The line of bad input comes from one rank, or from the launcher; a rank that has lost another
+    prints one line, too. Other errors have a traceback above theirs.
     """
     rank, code = os.environ["RANK"], FAILED
     text = " ".join(str(error).split())
     if isinstance(error, UserError):
         code, text = BAD_INPUT, str(error)
-        if error.rank is not None or rank == "0":
+        if (error.rank is not None or rank == "0") and not _is_last_attempt():
             report(text)
     elif isinstance(error, SystemExit):
         if error.code not in REJECTED:
             raise error
         code, text = error.code, NOT_FINITE
-        if rank == "0":
+        if rank == "0" and not _is_last_attempt():
             report(text)
     elif _is_of_a_peer(error):
         reason = re.sub(r"^\[.*?\] *", "", text).partition(". ")[0][:120]
@@ -77,6 +80,12 @@ def end_rank(error: Exception | SystemExit) -> int:
         report(text)
     _note(f"error: {text}")
     return code
+
+
+def _is_last_attempt() -> bool:
+    """Return whether the launcher will end with a line of this attempt, and not start another."""
+    attempt, last = (os.environ.get(f"TORCHELASTIC_{n}") for n in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return bool(os.environ.get(LAUNCHED)) and attempt == last
 
 
 def _is_of_a_peer(error: Exception) -> bool:

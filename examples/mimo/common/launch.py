@@ -8,12 +8,13 @@
 torchrun itself ends with a traceback of its own, a report on every rank, and exit code 1.
 """
 
+import os
 import sys
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main
 
-from examples.mimo.common.errors import report
+from examples.mimo.common.errors import LAUNCHED, report
 
 SIGNALLED = 128
 """Exit code of a process that a signal has ended, without the signal's number; as in shells."""
@@ -21,6 +22,7 @@ SIGNALLED = 128
 
 def launch(argv: list[str]) -> int:
     """Run torchrun with these arguments; return the exit code."""
+    os.environ[LAUNCHED] = "1"
     try:
         main.__wrapped__(argv)
     except ChildFailedError as failed:

@@ -137,6 +137,11 @@ class Layouts:
         return self.batch.global_size // (self.batch.micro_size * self.language.dp)
 
 
+def option_of(name: str) -> str:
+    """Return the option of an argument."""
+    return f"--{name.replace('_', '-')}"
+
+
 def parse_layout(text: str, module: str) -> Layout:
     """Parse a layout such as ``tp=2,dp=4``.
 
@@ -173,8 +178,7 @@ def asked_layout(args: Namespace, module: str, text: str | None = None) -> Layou
     for axis, name in SIZES[module].items():
         short, size = getattr(layout, axis), getattr(args, name)
         if size is not None and axis in given and short != size:
-            option = f"--{name.replace('_', '-')}"
-            raise UserError(f"--{module} says {axis}={short}, and {option} says {size}")
+            raise UserError(f"--{module} says {axis}={short}, and {option_of(name)} says {size}")
         layout = replace(layout, **{axis: short if size is None else size})
     return layout
 

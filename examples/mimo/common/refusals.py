@@ -208,6 +208,8 @@ REFUSALS = [
         "without groups of Megatron's own, its maxima are taken over all ranks, and those of "
         "another stage have other layers; choose tensorwise, blockwise or mxfp8",
     ),
+    not_local("--fp8-format", lambda args: args.fp8),
+    not_local("--fp4-format", lambda args: args.fp4),
     _takes_only("--moe-layer-freq", 1, "--hybrid-layer-pattern gives the layers"),
     _takes_only("--dataloader-type", "external", DATA),
     _set_to("--cuda-graph-impl full_iteration", GRAPHS),

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from examples.mimo.common.layout import SIZES, Batch, Layout, Layouts
+from examples.mimo.common.layout import SIZES, Batch, Layout, Layouts, option_of
 from examples.mimo.common.layout_rules import language_violation, staged_pattern
 from examples.mimo.common.refusals import IN_OTHERS, REFUSALS, refuse
 from examples.mimo.common.steps import Microbatch, data_provider, held_out_steps, training_steps
@@ -81,9 +81,9 @@ def take_sizes(args: argparse.Namespace) -> None:
     Raises:
         ValueError, UserError: the sizes or options cannot work; on every rank alike.
     """
-    for option in ("llm_only", "mimo_encoder_prefetch", *VIRTUAL_STAGES):
-        if getattr(args, option):
-            raise ValueError(f"--{option.replace('_', '-')} does not go with {COLOCATED} modules")
+    for name in ("llm_only", "mimo_encoder_prefetch", *VIRTUAL_STAGES):
+        if getattr(args, name):
+            raise ValueError(f"{option_of(name)} does not go with {COLOCATED} modules")
     if args.llm_offset:
         raise ValueError(
             f"--mimo-layout {COLOCATED} needs --llm-offset 0, not {args.llm_offset}: both modules "

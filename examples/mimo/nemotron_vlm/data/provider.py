@@ -114,13 +114,13 @@ class Loading:
         on_gpu = self.args.device == "cuda"
         ahead = self._reading_ahead() if self.args.num_workers else {}
         options = {"num_workers": self.args.num_workers, "pin_memory": on_gpu, **ahead}
-        batches = map(read, read_ahead(self.reader, takes, **options))
+        batches = read_ahead(self.reader, takes, **options)
         # Without GPUs, the CPU runtime stands in for Tensor.cuda.
         on_device = partial(tree_map_only, torch.Tensor, torch.Tensor.cuda)
         batches = _copied_ahead(batches) if on_gpu else map(on_device, batches)
         while True:
             started = time.perf_counter()
-            batch = next(batches)
+            batch = read(next(batches))
             self.waited_s += time.perf_counter() - started
             yield batch
 
@@ -136,8 +136,11 @@ def read(batch: Microbatch | str) -> Microbatch:
     return batch
 
 
-def _copied_ahead(batches: Iterator[Microbatch]) -> Iterator[Microbatch]:
-    """Yield microbatches on this GPU; the next one is copied while one is in use."""
+def _copied_ahead(batches: Iterator[Microbatch | str]) -> Iterator[Microbatch | str]:
+    """Yield microbatches on this GPU; the next one is copied while one is in use.
+
+    What could not be read waits for its turn as well: the run may end before.
+    """
     stream, held = torch.cuda.Stream(), None
     copy = partial(torch.Tensor.cuda, non_blocking=True)
     for batch in batches:
@@ -147,9 +150,10 @@ def _copied_ahead(batches: Iterator[Microbatch]) -> Iterator[Microbatch]:
         if held is not None:
             yield _arrived(*held)
         held = copied, arrived
+    yield _arrived(*held)
 
 
-def _arrived(batch: Microbatch, event: torch.cuda.Event) -> Microbatch:
+def _arrived(batch: Microbatch | str, event: torch.cuda.Event) -> Microbatch | str:
     stream = torch.cuda.current_stream()
     stream.wait_event(event)
     tree_map_only(torch.Tensor, lambda tensor: tensor.record_stream(stream), batch)

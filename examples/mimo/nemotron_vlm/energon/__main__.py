@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import option_of
 from examples.mimo.nemotron_vlm.data import PREPARATION, make_encoder
 from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.data.sample import SOUND
@@ -105,13 +106,13 @@ def command(path: str, args: argparse.Namespace) -> str:
     """Return the command that makes the survey for a training's options."""
     words = ["python", "-m", __package__, path]
     for name in DECIDE:
-        value, option = getattr(args, name), name.replace("_", "-")
+        value, option = getattr(args, name), option_of(name)
         if value == getattr(OwnOptions, name, None):
             continue
         if isinstance(value, bool):
-            words.append(f"--{option}" if value else f"--disable-{option}")
+            words.append(option if value else option.replace("--", "--disable-", 1))
         else:
-            words += [f"--{option}", str(value)]
+            words += [option, str(value)]
     return shlex.join(words)
 
 

@@ -20,6 +20,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,8 @@ def make_survey(
         folder: as for `load_survey`.
         workers: number of processes, which take a shard at a time; 0 for this one alone.
     """
+    from megatron.core.dist_checkpointing.managed_queue import END_WITH_RANK  # slow for workers
+
     loader = DataLoader(
         _Shards(dataset, encoder),
         batch_size=None,
@@ -179,6 +182,7 @@ def make_survey(
         num_workers=workers,
         # A fork of this process would share the tokenizer's locks.
         multiprocessing_context="forkserver" if workers else None,
+        worker_init_fn=partial(_run, END_WITH_RANK),  # a fork server outlives a killed process
     )
     shards = list(tqdm(loader, str(dataset.path), unit="shard", disable=None))
     rows, media, bad, digests = zip(*shards, strict=True)
@@ -198,6 +202,10 @@ def make_survey(
     _write(path.with_suffix(".json"), lambda file: file.write(text))
     _write(_media(path), lambda file: np.save(file, np.concatenate(media)))
     _write(path, lambda file: np.save(file, table))  # if it is there, the survey is complete
+
+
+def _run(code: str, _worker: int) -> None:
+    exec(code, {})
 
 
 class _Shards(Dataset):

@@ -28,8 +28,9 @@ from examples.mimo.nemotron_vlm.planner.parameters import (
 )
 from examples.mimo.nemotron_vlm.planner.picture import describe as describe_ranks
 from examples.mimo.nemotron_vlm.planner.picture import draw
-from examples.mimo.nemotron_vlm.planner.plan import OF_STATE, plan_of, state_of, words_among
+from examples.mimo.nemotron_vlm.planner.plan import plan_of, state_of, words_among
 from examples.mimo.nemotron_vlm.planner.report import (
+    DECIDED,
     as_data,
     choices_of,
     describe,
@@ -133,7 +134,7 @@ def _fastest(argv: list[str], own: Namespace, ranks: int) -> tuple[Task, Found]:
         micro_sizes=(1,) if args.pack else MICRO_SIZES,
         state=state_of(args, machine.precision == 2),
         frozen=options.parts.frozen,
-        state_options=tuple(words_among(argv, OF_STATE)),
+        given=tuple(words_among(options.words, DECIDED, but=True)),
     )
     return task, search(task)
 

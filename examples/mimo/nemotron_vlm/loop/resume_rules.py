@@ -12,10 +12,10 @@ from dataclasses import fields
 import torch
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import option_of
 from examples.mimo.nemotron_vlm.data import PREPARATION
 from examples.mimo.nemotron_vlm.loop.terminal import changes
 from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
-from examples.mimo.nemotron_vlm.options.value_rules import option_of
 
 STREAM = ("data", "seed", "seq_length", "pack", "pack_window", "sample_multiple", *PREPARATION)
 """Arguments that may change which sample has which number, for the refusal's text; whether it has

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import option_of
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
@@ -49,8 +50,9 @@ def part_settings(args: Namespace, names: list[str]) -> PartSettings:
     """
     settings = PartSettings(_frozen(args.freeze, names))
     for part, kind in itertools.product(NAMES, ("lr", "weight_decay")):
-        option = f"--{part}-{kind.replace('_', '-')}"
-        for name, text in by_encoder(option, getattr(args, f"{part}_{kind}"), names).items():
+        argument = f"{part}_{kind}"
+        option = option_of(argument)
+        for name, text in by_encoder(option, getattr(args, argument), names).items():
             value = _rate(option, text)
             if (name, part) in settings.frozen:
                 raise UserError(f"{option} does nothing with --freeze {args.freeze}")

@@ -7,6 +7,7 @@ Bad input is refused here, before any process group is made, with the same messa
 
 import argparse
 import logging
+import math
 import os
 import re
 import traceback
@@ -23,6 +24,7 @@ from examples.mimo.common.layout import (
     Layout,
     Layouts,
     asked_layout,
+    option_of,
 )
 from examples.mimo.common.layout_rules import CHUNKWISE, staged_pattern
 from examples.mimo.common.refusals import REFUSALS, refuse
@@ -44,21 +46,25 @@ from examples.mimo.nemotron_vlm.options.environment import at_start
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
 from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options, preset_of
 from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
-from examples.mimo.nemotron_vlm.options.value_rules import check_values, option_of
+from examples.mimo.nemotron_vlm.options.value_rules import check_values
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 
 @dataclass(frozen=True)
 class Options:
-    """Megatron's validated arguments, what is derived from them, and the file that gives them."""
+    """Megatron's validated arguments, what is derived from them, and what gives them: the words of
+    the command line and of its files, and a file."""
 
     args: argparse.Namespace
     preset: VLMPreset
     layouts: Layouts
     configs: VLMConfigs
     parts: PartSettings
+    words: list[str]
     config: str
 
 
@@ -77,14 +83,14 @@ def parse(
     os.environ.update(at_start(argv))  # where the program has not, before imports
     own = own_options(argv)
     preset = preset or preset_of(own)
-    config = ""
+    config, words = "", []
 
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         extend(parser, preset, own.device, own.pack)
         read = parser.parse_args
 
         def parse_args() -> argparse.Namespace:
-            nonlocal config
+            nonlocal config, words
             words = with_config(argv, parser, is_whole=True)
             found = read(words)
             config = as_yaml(words, parser, found)
@@ -110,7 +116,8 @@ def parse(
         refuse(args)  # what Megatron set by deprecated options
         _check_evaluation(args, preset, layouts)
         configs = make_configs(args, preset, layouts)
-    return Options(args, preset, layouts, configs, parts, config)
+        _check_tokens(args, layouts.language, configs.language)
+    return Options(args, preset, layouts, configs, parts, words, config)
 
 
 def extend(parser: argparse.ArgumentParser, preset: VLMPreset, device: str, packs: bool) -> None:
@@ -249,6 +256,30 @@ def _check_evaluation(args: argparse.Namespace, preset: VLMPreset, layouts: Layo
     except UserError as error:
         options = "--eval-global-batch-size {}, --eval-micro-batch-size {}".format(*sizes)
         raise UserError(f"{options}: {error}") from error
+
+
+def _check_tokens(args: argparse.Namespace, layout: Layout, config: TransformerConfig) -> None:
+    """Hold the tokens of a microbatch on a rank to what products in FP8 take.
+
+    The gradient of a weight sums over the tokens of a TP group, in multiples of 16 (of 32 in
+    mxfp8). Transformer Engine quantizes a rank's share in multiples of 8, of 32 in mxfp8, and a
+    projection into the experts' latent space has that share alone.
+    """
+    if not config.fp8:
+        return
+    whole = get_fp8_align_size(config.fp8_recipe)
+    share = 8 if whole == 16 and not config.moe_latent_size else whole
+    multiple = math.lcm(whole, share * layout.tp)
+    sizes = {"micro_batch_size": args.micro_batch_size}
+    if args.eval_iters:
+        sizes["eval_micro_batch_size"] = args.eval_micro_batch_size
+    for name, size in sizes.items():
+        if (tokens := args.seq_length * size // layout.cp) % multiple:
+            raise UserError(
+                f"--fp8-format: --seq-length {args.seq_length} · {option_of(name)} {size} / "
+                f"cp={layout.cp} = {tokens} tokens must be a multiple of {multiple} with "
+                f"--fp8-recipe {args.fp8_recipe} and tp={layout.tp}"
+            )
 
 
 def _set_layout(args: argparse.Namespace, preset: VLMPreset, layouts: Layouts) -> None:

@@ -9,9 +9,8 @@ import argparse
 import os
 from pathlib import Path
 
-from examples.mimo.common.layout import BUBBLES, PLANNED, SIZES, asked_layout
+from examples.mimo.common.layout import BUBBLES, PLANNED, SIZES, asked_layout, option_of
 from examples.mimo.nemotron_vlm.options.config_file import with_config
-from examples.mimo.nemotron_vlm.options.value_rules import option_of
 
 
 def uses_gpus(argv: list[str]) -> bool:

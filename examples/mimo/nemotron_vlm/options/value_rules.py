@@ -5,13 +5,28 @@
 from argparse import Namespace
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import SIZES, option_of
 
 AT_LEAST_1 = """micro_batch_size global_batch_size seq_length encoder_macro_batch sample_multiple
     pack_window train_iters eval_interval save_interval log_interval max_tiles video_frames
-    distributed_timeout_minutes""".split()
-AT_LEAST_0 = "num_workers eval_iters lr_warmup_iters recompute_encoder seed lr min_lr".split()
-LEAST = dict.fromkeys(AT_LEAST_1, 1) | dict.fromkeys(AT_LEAST_0, 0)
-MOST = {"min_lr": "lr", "moe_router_topk": "num_experts"}
+    distributed_timeout_minutes hidden_size num_attention_heads num_query_groups kv_channels
+    num_distributed_optimizer_instances eval_global_batch_size eval_micro_batch_size
+    lr_decay_iters ddp_num_buckets log_memory_interval""".split()
+AT_LEAST_1 += [name for names in SIZES.values() for name in names.values()]
+AT_LEAST_1_WITH = {
+    "E": "moe_ffn_hidden_size moe_router_topk",
+    "M": "mamba_state_dim mamba_head_dim mamba_num_groups",
+    "G": "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
+    "linear_num_value_heads",
+}
+"""Sizes of layers, which do not matter where the pattern has none of them."""
+FRACTIONS = "hidden_dropout attention_dropout adam_beta1 adam_beta2 lr_warmup_fraction".split()
+"""Options that must be below 1."""
+AT_LEAST_0 = """num_workers eval_iters lr_warmup_iters recompute_encoder seed lr min_lr
+    lr_warmup_init weight_decay adam_eps init_method_std loss_scale ffn_hidden_size
+    distributed_timeout_seconds_after_init""".split()
+LEAST = dict.fromkeys(AT_LEAST_1, 1) | dict.fromkeys([*AT_LEAST_0, *FRACTIONS], 0)
+MOST = {"min_lr": "lr", "lr_warmup_init": "lr", "moe_router_topk": "num_experts"}
 """Options that must not be larger than another."""
 PICTURES = ".png", ".pdf", ".svg"
 """Ends of the names of a report."""
@@ -37,10 +52,15 @@ def check_values(args: Namespace) -> None:
             f"--save-retain-interval {kept} must be a multiple of --save-interval {every}; "
             f"nearest: {max(1, round(kept / every)) * every}"
         )
-    for name, least in LEAST.items():
+    layers = (names for one, names in AT_LEAST_1_WITH.items() if one in args.hybrid_layer_pattern)
+    sizes = dict.fromkeys(" ".join(layers).split(), 1)
+    for name, least in (LEAST | sizes).items():
         given = getattr(args, name)
         if given is not None and not given >= least:  # nor not a number
             raise UserError(f"{option_of(name)} must be {least} or more")
+    for name in FRACTIONS:
+        if (getattr(args, name) or 0) >= 1:
+            raise UserError(f"{option_of(name)} must be below 1")
     for name, other in MOST.items():
         given, most = getattr(args, name), getattr(args, other)
         if None not in (given, most) and given > most:
@@ -58,8 +78,3 @@ def check_values(args: Namespace) -> None:
         raise UserError(
             f"--sample-multiple {args.sample_multiple} must divide --seq-length {args.seq_length}"
         )
-
-
-def option_of(name: str) -> str:
-    """Return the option of an argument."""
-    return f"--{name.replace('_', '-')}"

@@ -27,13 +27,6 @@ if TYPE_CHECKING:  # Megatron's parser is slow to import
     from examples.mimo.nemotron_vlm.options.arguments import Options
 
 
-OF_STATE = """--freeze --use-precision-aware-optimizer --main-grads-dtype --main-params-dtype
-    --exp-avg-dtype --exp-avg-sq-dtype --grad-reduce-in-bf16 --optimizer-cpu-offload
-    --optimizer-offload-fraction
-    """.split()
-"""Options that decide the bytes of a parameter's gradient and optimizer state."""
-
-
 class StateBytes(NamedTuple):
     """Bytes that a GPU holds for each parameter: gradient, and optimizer state of its shard."""
 
@@ -146,10 +139,14 @@ def state_of(args: Namespace, in_16_bits: bool) -> StateBytes:
     return StateBytes(2.0 if narrow and in_16_bits else 4.0, on_gpu * kept)
 
 
-def words_among(argv: list[str], names: Iterable[str]) -> list[str]:
-    """Return the words of these options and of their values, of a command line."""
+def words_among(argv: list[str], names: Iterable[str], but: bool = False) -> list[str]:
+    """Return the words of these options and of their values, of a command line.
+
+    Args:
+        but: return those of all other options.
+    """
     words, is_one = [], False
     for word in argv:
-        is_one = word.split("=")[0] in names if word.startswith("--") else is_one
+        is_one = (word.split("=")[0] in names) != but if word.startswith("--") else is_one
         words += [word] * is_one
     return words

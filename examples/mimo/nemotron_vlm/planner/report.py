@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans as a table and as data, with the command that runs the best of them."""
 
+import shlex
 from dataclasses import asdict
 from operator import attrgetter
 
-from examples.mimo.common.layout import table
+from examples.mimo.common.layout import SIZES, option_of, table
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, fastest_macro_batch
 from examples.mimo.nemotron_vlm.planner.inputs import words_of
 from examples.mimo.nemotron_vlm.planner.machine import Machine
@@ -20,6 +21,13 @@ RECOMPUTE = {
     "full": ["--recompute-granularity full", "--recompute-method uniform --recompute-num-layers 1"],
 }
 """Options of the program, by recompute setting."""
+DECIDED = """--model --device --bf16 --fp16 --seq-length --global-batch-size --placement
+    --micro-batch-size --encoder --language --encoder-schedule --encoder-macro-batch
+    --recompute-encoder --recompute-granularity --recompute-modules --recompute-method
+    --recompute-num-layers --recompute-activations --plan --plan-gpu --plan-gpus-per-node
+    --plan-tiles --plan-json""".split()
+DECIDED += [option_of(name) for names in SIZES.values() for name in names.values()]
+"""Options that a plan's command has of its own, or has not."""
 GIB = 2**30
 HEADS = ["", "s/step", "tokens/s/GPU", "TFLOP/s", "GiB", "bubble", "bridge", "all-to-all"]
 HEADS += ["other comm.", "encoder", "language", "micro", "recompute", "placement"]
@@ -36,8 +44,8 @@ def command(task: Task, plan: Plan, model: str) -> list[str]:
         nodes = -(-task.world // per_node)
         launch += f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HEAD_NODE:29500"
     program = f"{launch} examples/mimo/pretrain_nemotron_vlm.py"
-    state = [" ".join(task.state_options)] * bool(task.state_options)
-    return [program, *options_of(plan, model), *state]
+    given = [shlex.join(task.given)] * bool(task.given)
+    return [program, *options_of(plan, model), *given]
 
 
 def options_of(plan: Plan, model: str) -> list[str]:

@@ -58,7 +58,7 @@ class Task:
     micro_sizes: tuple[int, ...] = MICRO_SIZES  # microbatches that may be chosen
     state: StateBytes = StateBytes()
     frozen: frozenset[ModelPart] = frozenset()
-    state_options: tuple[str, ...] = ()  # that ask for these two, with their values
+    given: tuple[str, ...] = ()  # options that plans do not decide, with their values
 
 
 class Priced(NamedTuple):

@@ -15,7 +15,7 @@ from multiprocessing.queues import JoinableQueue
 from queue import Queue
 from types import ModuleType
 
-_END_WITH_RANK = """
+END_WITH_RANK = """
 import multiprocessing, os, threading
 
 def watch():
@@ -24,7 +24,7 @@ def watch():
 
 threading.Thread(target=watch, daemon=True).start()
 """
-"""Code of the watcher thread, as text so that the spawned manager need not import Megatron."""
+"""Code of the watcher thread, as text so that spawned processes need not import Megatron."""
 
 
 def end_with_rank() -> None:
@@ -32,7 +32,7 @@ def end_with_rank() -> None:
 
     The rank need not be its parent, which may be a fork server.
     """
-    exec(_END_WITH_RANK, {})
+    exec(END_WITH_RANK, {})
 
 
 def start_deaf(process: Process) -> None:
@@ -77,7 +77,7 @@ def discard(queue: JoinableQueue) -> None:
 def managed_queue(context: BaseContext) -> Queue:
     """Return a queue whose manager process ends when this one does, even if this one is killed."""
     manager = SyncManager(ctx=context)
-    manager.start(exec, (_END_WITH_RANK, {}))
+    manager.start(exec, (END_WITH_RANK, {}))
     return manager.Queue()
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from einops import rearrange
 
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.models.vision.radio import RADIOViTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule
@@ -125,7 +126,9 @@ class RADIOEncoderWrapper(MegatronModule):
 
     def _blank_tiles(self, tiles: int) -> int:
         """Return the blank tiles encoded after so many: one without any, in FP8 as many as make the
-        tokens a multiple of 16, which its matrix products need."""
-        tokens = self.sizes.patches + self.sizes.class_tokens
-        multiple = 16 // gcd(16, tokens) if self.config.fp8 else 1
+        tokens a multiple that its matrix products take."""
+        tokens, of_tokens = self.sizes.patches + self.sizes.class_tokens, 1
+        if self.config.fp8:
+            of_tokens = get_fp8_align_size(self.config.fp8_recipe)
+        multiple = of_tokens // gcd(of_tokens, tokens)
         return ceil(max(tiles, 1) / multiple) * multiple - tiles

@@ -1,15 +1,19 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A loading process that dies at the worst moment."""
+"""A loading process that dies at the worst moment, and a sample that is read too early."""
 
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import psutil
+import pytest
+import torch
 
+from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import loading_processes
 from examples.mimo.nemotron_vlm.data.loading_processes import read_ahead
+from examples.mimo.nemotron_vlm.data.provider import Loading
 
 TAKES, LATER = 12, 6
 
@@ -39,3 +43,26 @@ def test_a_death_while_a_take_is_handed_out_loses_no_take(monkeypatch):
     before = psutil.Process().children()
     read = read_ahead(Echo(), takes(before), num_workers=2, prefetch_factor=2)
     assert list(zip(range(TAKES), read, strict=False)) == [(n, n) for n in range(TAKES)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_cannot_be_read_ends_its_own_step_alone(workers):
+    """The GPU gets a microbatch more than the step has, which may be beyond the run's last."""
+
+    class Unreadable(Echo):
+        def __getitem__(self, take: SimpleNamespace) -> dict | str:
+            number = super().__getitem__(take)
+            return "no such shard" if number == 2 else {"number": torch.tensor(number)}
+
+    ordered = (SimpleNamespace(split="train", rows=[[n]], shares={}) for n in range(4))
+    ahead = {"prefetch_factor": 2, "multiprocessing_context": "fork"} if workers else {}
+    loading = SimpleNamespace(
+        args=SimpleNamespace(device="cuda", num_workers=workers),
+        reader=Unreadable(),
+        waited_s=0.0,
+        _reading_ahead=lambda: ahead,
+    )
+    drawn = Loading._loaded(loading, ordered)
+    assert [int(next(drawn)["number"]) for _ in range(2)] == [0, 1]
+    with pytest.raises(UserError, match="--data: no such shard"):
+        next(drawn)

@@ -2,17 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples that are bad or too long: named, and left out, cut or refused, as the options say."""
 
+import contextlib
 import json
+import os
 import re
 import tarfile
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import yaml
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.energon.__main__ import main
+from examples.mimo.nemotron_vlm.energon.survey import make_survey
+from tests.e2e.launch import forked, wait_until
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     CRUDE,
     ENCODERS,
@@ -154,3 +161,35 @@ class TestBadSamples:
         with pytest.raises(ValueError, match="train-0003.tar/train-0000.* has changed since"):
             for number in last:
                 opened.text("train", number)
+
+
+class Endless:
+    """A data set whose only sample is never read; the file gets the process that reads it."""
+
+    shards, ends = [SimpleNamespace(name="shard", count=1)], [0, 1]
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def raw(self, _index: int):
+        (self.path / "partial").write_text(str(os.getpid()))
+        (self.path / "partial").rename(self.path / "reading")
+        time.sleep(600)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def test_processes_of_a_survey_that_is_killed_end(tmp_path):
+    survey = forked(make_survey, Endless(tmp_path), SimpleNamespace(settings={}), tmp_path, 1)
+    wait_until((tmp_path / "reading").exists, 60)
+    process = psutil.Process(int((tmp_path / "reading").read_text()))
+    survey.kill()
+    try:
+        wait_until(lambda: has_ended(process), 10)
+    finally:
+        if not has_ended(process):
+            process.kill()

@@ -6,10 +6,12 @@ That parts train as on one rank is in rows.py.
 """
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.model.layer_specs import layer_specs
@@ -178,6 +180,7 @@ def test_routers_balance_alike_in_every_layout_and_delta_nets_have_their_own_act
 
 
 FORMAT = "--fp8-format hybrid --fp8-recipe tensorwise"
+ENGINE = "--device cuda --bf16 --transformer-impl transformer_engine"
 
 
 class TestFP8:
@@ -196,7 +199,7 @@ class TestFP8:
     def test_parts_have_it_each_on_its_own(self, line, found, monkeypatch):
         monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *_: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        line = f"--device cuda --bf16 --model tiny-omni {FORMAT} {line}"
+        line = f"{ENGINE} --model tiny-omni {FORMAT} {line}"
         configs = parse(line.split(), world_size=1).configs
         images, sound = configs.encoders
         assert (images["encoder"].fp8, configs.language.fp8) == found
@@ -204,16 +207,39 @@ class TestFP8:
         if images["encoder"].fp8:
             assert images["encoder"].fp8_recipe == "tensorwise"
 
+    @pytest.mark.parametrize(
+        ("line", "found"),
+        [
+            ("2", "44 · --micro-batch-size 2 / cp=1 = 88 tokens must be a multiple of 16"),
+            ("2 --fp8-parts encoder", ""),
+            ("4", ""),
+            ("4 --language cp=2", "4 / cp=2 = 88 tokens must be a multiple of 16"),
+            ("4 --language tp=2", ""),
+            ("4 --language tp=4", "176 tokens must be a multiple of 32 with .* tp=4"),
+            ("4 --language tp=2 --moe-latent-size 16", "a multiple of 32 with .* tp=2"),
+            ("4 --fp8-recipe mxfp8", "a multiple of 32 with --fp8-recipe mxfp8"),
+            ("4 --eval-iters 1 --eval-micro-batch-size 2", "--eval-micro-batch-size 2 / cp=1 = 88"),
+        ],
+    )
+    def test_tokens_that_its_products_do_not_take_are_refused(self, line, found, monkeypatch):
+        monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *_: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        line = f"{ENGINE} {FORMAT} --seq-length 44 --micro-batch-size {line}"
+        refused = pytest.raises(UserError, match=f"^--fp8-format: .*{found}")
+        with refused if found else nullcontext():
+            parse(line.split(), world_size=4)
+
     @requires_world_size(1)
-    @pytest.mark.parametrize("tiles", [0, 1, 3])
-    def test_blank_tiles_fill_up_the_tokens(self, tiles):
-        """Matrix products in FP8 take multiples of 16 tokens; tiny's tile has 16 + 8."""
+    @pytest.mark.parametrize(("tiles", "recipe"), [(0, "tensorwise"), (1, "mxfp8"), (3, "delayed")])
+    def test_blank_tiles_fill_up_the_tokens(self, tiles, recipe):
+        """Matrix products in FP8 take multiples of 16 or 32 tokens; tiny's tile has 16 + 8."""
         with trainer() as run:
             encoder = run.stages[0].modality_submodules["images"].module.encoders["radio"]
             given = torch.rand(tiles, 3, 16, 16) * 255
             plain, layer, seen = encoder(given), encoder.radio.decoder.layers[0], []
-            encoder.config.fp8 = "hybrid"
+            encoder.config.fp8, encoder.config.fp8_recipe = "hybrid", recipe
             layer.register_forward_hook(lambda *found: seen.append(found[2][0].shape))
             torch.testing.assert_close(encoder(given), plain)
         ((tokens, inputs, _),) = seen
-        assert tokens * inputs % 16 == 0 and inputs < max(tiles, 1) + 2
+        multiple = 32 if recipe == "mxfp8" else 16
+        assert tokens * inputs % multiple == 0 and (inputs - tiles) * tokens <= multiple * 3

@@ -149,26 +149,37 @@ def test_an_error_is_one_line_that_torchruns_report_repeats(
 
 
 RANKS = {
-    "refuse": ("raise UserError('no such option')", 2, "error: no such option"),
-    "raise": ("rank == 1 and 1 / 0", 1, "error: rank 1: ZeroDivisionError: division by zero"),
-    "kill": ("rank == 1 and os.kill(os.getpid(), 9)", 137, "error: rank 1 ended with SIGKILL"),
+    "refuse": ("raise UserError('no such option')", 2, "error: no such option", 1),
+    "read": ("rank == 1 and fail(UserError('no data', 1))", 2, "error: rank 1: no data", 1),
+    "read twice": ("rank == 1 and fail(UserError('no data', 1))", 2, "error: rank 1: no data", 2),
+    "reject": ("sys.exit(17)", 17, f"error: {errors.NOT_FINITE}", 1),
+    "raise": ("rank == 1 and 1 / 0", 1, "error: rank 1: ZeroDivisionError: division by zero", 2),
+    "kill": ("rank == 1 and os.kill(os.getpid(), 9)", 137, "error: rank 1 ended with SIGKILL", 1),
 }
-"""Code that ranks run, the exit code that the launcher ends with, and its last line."""
+"""Code that ranks run, the exit code that the launcher ends with, its last line, and how often
+stderr has it: once for each attempt, and an error that is none of the user's has it below its
+traceback, too."""
 
 
 @pytest.mark.parametrize("does", RANKS)
-def test_launched_ranks_end_with_the_line_of_the_one_that_failed_first(does, tmp_path, capfd):
+def test_launched_ranks_end_with_the_line_of_the_one_that_failed_first(
+    does, tmp_path, capfd, monkeypatch
+):
     """The others wait: torchrun ends them."""
-    text, code, line = RANKS[does]
+    text, code, line, times = RANKS[does]
+    monkeypatch.setenv(errors.LAUNCHED, "")  # and back at the end
     ranks = tmp_path / "ranks.py"
     ranks.write_text(
         "import os, sys, time\n"
         "from examples.mimo.common.errors import UserError, end_rank\n"
         "rank = int(os.environ['RANK'])\n"
-        f"try:\n    {text}\nexcept Exception as error:\n    sys.exit(end_rank(error))\n"
+        "def fail(error):\n    raise error\n"
+        f"try:\n    {text}\n"
+        "except (Exception, SystemExit) as error:\n    sys.exit(end_rank(error))\n"
         "time.sleep(60)\n"
     )
-    assert launch(["--standalone", "--nproc-per-node", "2", str(ranks)]) == code
+    restarts = ("--max-restarts", "1") if "twice" in does else ()
+    assert launch(["--standalone", "--nproc-per-node", "2", *restarts, str(ranks)]) == code
     said = capfd.readouterr().err.splitlines()
-    assert said[-1] == line
+    assert said[-1] == line and said.count(line) == times
     assert not any("ChildFailedError" in each for each in said)

@@ -17,6 +17,7 @@ from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_B
 from megatron.training.arguments import add_megatron_arguments, validate_args
 from megatron.training.training import get_megatron_optimizer_config
 
+ENGINE = "--device cuda --transformer-impl transformer_engine"
 REFUSED = [
     "--cuda-graph-impl local",
     "--optimizer muon",
@@ -52,12 +53,12 @@ REFUSED = [
     "--optimizer-cpu-offload --use-precision-aware-optimizer --async-save --device cuda",
     "--moe-flex-dispatcher-backend ncclep --moe-token-dispatcher-type flex --device cuda --bf16",
     "--transformer-impl inference_optimized --device cuda --bf16",
-    "--fp8-recipe delayed --fp8-format hybrid --language pp=2 --device cuda --bf16",
-    "--fp8-recipe delayed --fp8-format hybrid --placement non-colocated --device cuda --bf16",
+    "--fp8-format hybrid --transformer-impl local --device cuda --bf16",
+    f"--fp8-recipe delayed --fp8-format hybrid --language pp=2 {ENGINE} --bf16",
+    f"--fp8-recipe delayed --fp8-format hybrid --placement non-colocated {ENGINE} --bf16",
 ]
 """Options that are refused under a condition; test_accepted_options.py has the others."""
 
-ENGINE = "--device cuda --transformer-impl transformer_engine"
 GRAPHS = f"{ENGINE} --cuda-graph-impl local"
 NO_CHECK = "--no-check-for-nan-in-loss-and-grad"
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
@@ -151,6 +152,16 @@ TOGETHER = [
     ),
     ("--train-iters 0", "^--train-iters must be 1 or more$"),
     ("--lr nan", "^--lr must be 0 or more$"),
+    ("--hidden-dropout 2", "^--hidden-dropout must be below 1$"),
+    ("--hidden-dropout -1", "^--hidden-dropout must be 0 or more$"),
+    (f"{ENGINE} --attention-dropout 2", "^--attention-dropout must be below 1$"),
+    ("--adam-beta2 nan", "^--adam-beta2 must be 0 or more$"),
+    ("--lr-warmup-fraction 1", "^--lr-warmup-fraction must be below 1$"),
+    ("--lr-warmup-init 1", "^--lr-warmup-init 1.0 must be at most --lr 0.002$"),
+    ("--tensor-model-parallel-size 0", "^--tensor-model-parallel-size must be 1 or more$"),
+    ("--mamba-num-groups 0", "^--mamba-num-groups must be 1 or more$"),
+    ("--encoder-dp -1", "^--encoder-dp must be 1 or more$"),
+    ("--eval-micro-batch-size 0", "^--eval-micro-batch-size must be 1 or more$"),
     ("--lr 1e-3 --min-lr 1e-2", "^--min-lr 0.01 must be at most --lr 0.001$"),
     ("--moe-router-topk 9", "^--moe-router-topk 9 must be at most --num-experts 8$"),
     ("--num-attention-heads 7", "-heads 7 must be a multiple of --num-query-groups 4$"),
@@ -164,7 +175,7 @@ TOGETHER = [
     ("--projector-lr -1", "--projector-lr must be 0 or more"),
     ("--fp8-parts encoder", "--fp8-parts does nothing without --fp8-format"),
     (
-        "--device cuda --bf16 --model tiny-omni --fp8-format hybrid --fp8-parts sound:encoder",
+        f"{ENGINE} --bf16 --model tiny-omni --fp8-format hybrid --fp8-parts sound:encoder",
         "no such part; choose from encoder, language$",
     ),
     *(
@@ -246,6 +257,9 @@ class TestRefused:
     def test_some_options_need_no_other(self):
         """A state that is whole on each rank needs no resharding."""
         parsed("--no-dist-ckpt-optim-fully-reshardable --no-use-distributed-optimizer", 1)
+
+    def test_sizes_of_layers_that_the_pattern_lacks_do_not_matter(self):
+        assert parse(["--linear-num-key-heads", "0"], world_size=1).args.linear_num_key_heads == 0
 
     def test_master_weights_are_whole(self):
         """Else Transformer Engine's Adam saves 16 bits of each, beside those in the model's weight,
