@@ -1,7 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Logits of the program, with a checkpoint that it has loaded, in any layout."""
+"""Logits and gradients of the program, with a checkpoint that it has loaded, in any layout."""
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -80,3 +81,21 @@ def program_logits(*options: str, source: SampleSource) -> torch.Tensor:
         dist.all_gather_object(everywhere, rows)
     whole = {place: row for part in everywhere for place, row in part.items()}
     return torch.stack([whole[place] for place in sorted(whole)]).unflatten(0, (SAMPLES, -1))
+
+
+def save_gradients(directory: Path, *options: str, source: SampleSource) -> None:
+    """Save a checkpoint whose weights are the gradients of a step of all samples."""
+    whole = ("--no-use-distributed-optimizer", "--no-save-optim", "--moe-aux-loss-coeff", "0")
+    with trainer(*BATCH, *options, *whole, source=source) as run:
+        weights = [weight for stage in run.stages for weight in stage.parameters()]
+        kept: list[torch.Tensor] = []
+
+        @contextlib.contextmanager
+        def around():
+            yield
+            kept.extend(weight.main_grad.clone() for weight in weights)
+
+        run.train_step(around)
+        for weight, gradient in zip(weights, kept, strict=True):
+            weight.data.copy_(gradient)
+        run.save(directory)

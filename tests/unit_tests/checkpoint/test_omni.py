@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import ParakeetFeatureExtractor
 from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import (
@@ -25,12 +26,14 @@ from tests.unit_tests.checkpoint.conversions import (
     assert_back_again,
     assert_verified,
     config_of,
+    convert,
     convert_once,
     preset_of,
     sources_of,
+    tensors_of,
 )
-from tests.unit_tests.checkpoint.hugging_face import released_config, whole_vlm
-from tests.unit_tests.checkpoint.program_logits import loading, program_logits
+from tests.unit_tests.checkpoint.hugging_face import released_config, save, whole_vlm
+from tests.unit_tests.checkpoint.program_logits import loading, program_logits, save_gradients
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 LENGTH = 48
@@ -88,7 +91,6 @@ def their_rows(model: NemotronH_Omni_Reasoning_V3, picture: torch.Tensor) -> tor
     return encode(*(each.to(Utils.device) for each in given)).pooler_output[0]
 
 
-@torch.no_grad()
 def their_logits(model: NemotronH_Omni_Reasoning_V3) -> torch.Tensor:
     """Logits of transformers' own class, of one conversation after the other.
 
@@ -111,14 +113,26 @@ def their_logits(model: NemotronH_Omni_Reasoning_V3) -> torch.Tensor:
 LAYOUT = "--encoder images:tp=2 --encoder sound:dp={0} --language tp={1},cp=2,pp=2,dp=1,ep=2,etp=1"
 
 
-@pytest.mark.parametrize(
+APART = "--placement non-colocated --encoder images:tp=2,dp=1 --encoder sound:dp=1 --language dp=1"
+
+in_layouts = pytest.mark.parametrize(
     "layout",
     [
         pytest.param("", marks=requires_world_size(1)),
         pytest.param(LAYOUT.format(4, 1), marks=requires_world_size(4)),
+        pytest.param(APART, marks=requires_world_size(4)),
         pytest.param(LAYOUT.format(8, 2), marks=requires_world_size(8)),
     ],
 )
+
+SMALL = 1e-6
+"""Added to a tensor's norm, as an expert without tokens has a gradient of zero."""
+
+CONVERSATIONS = ("--seq-length", str(LENGTH), "--dynamic-resolution")
+CONVERSATIONS += ("--dynamic-resolution-min-patches", "4")
+
+
+@in_layouts
 def test_logits_of_conversations_are_theirs(layout, shared_path, record_property):
     """In root mean square: of 12 288 logits, the worst of theirs is 9e-6 from theirs in fp64."""
     model = whole_vlm(sound=True)
@@ -128,13 +142,45 @@ def test_logits_of_conversations_are_theirs(layout, shared_path, record_property
         copied = assert_back_again(directory, theirs)
         assert "video" not in copied and "sound_projection" not in copied
         assert_verified(directory, theirs, "text image video sound")
-    any_size = ("--dynamic-resolution", "--dynamic-resolution-min-patches", "4")
-    options = (*loading(directory), "--seq-length", str(LENGTH), *any_size, *layout.split())
-    ours, theirs = program_logits(*options, source=conversations()), their_logits(model)
+    options = (*loading(directory), *CONVERSATIONS, *layout.split())
+    ours = program_logits(*options, source=conversations())
+    with torch.no_grad():
+        theirs = their_logits(model)
     assert theirs.std() > 0.5
     apart = float((ours - theirs).square().mean().sqrt() / theirs.std())
     record_property("root mean square, of their deviation", apart)
     assert apart <= TOLERANCE / 5
+
+
+@in_layouts
+def test_gradients_of_conversations_are_theirs(layout, shared_path, record_property):
+    """Tensor by tensor, of the loss of all tokens: the converter takes gradients for weights."""
+    model = whole_vlm(sound=True)
+    directory = convert_once(shared_path, lambda: model, "--model", "tiny-omni")
+    options = (*loading(directory), *CONVERSATIONS, *layout.split())
+    save_gradients(shared_path / "gradients", *options, source=conversations())
+    with Utils.first_rank_first() as first:
+        if not first:
+            return
+        like = ("--like", directory.with_name("theirs"), "--out", shared_path / "back")
+        convert("megatron-to-hf", shared_path / "gradients", *like)
+        labels = torch.cat([ids.roll(-1) for ids, _ in conversations().samples])
+        F.cross_entropy(their_logits(model).flatten(0, 1), labels).backward()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+        ours, theirs = (
+            tensors_of(path)
+            for path in (shared_path / "back", save(model, shared_path / "of transformers"))
+        )
+    kept = {name.rpartition(".")[2] for name, _ in model.named_buffers()} | {"lambda1"}
+    apart = {
+        name: float((ours[name] - gradient).norm() / (gradient.norm() + SMALL))
+        for name, gradient in theirs.items()
+        if name.rpartition(".")[2] not in kept  # the scales of their layers are one
+    }
+    record_property("largest, of the tensor's norm", max(apart.values()))
+    assert max(apart.values()) <= 1e-4, {name: each for name, each in apart.items() if each > 1e-4}
 
 
 @pytest.fixture
