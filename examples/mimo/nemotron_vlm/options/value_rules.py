@@ -8,7 +8,7 @@ from examples.mimo.common.errors import UserError
 
 AT_LEAST_1 = """micro_batch_size global_batch_size seq_length encoder_macro_batch sample_multiple
     pack_window train_iters eval_interval save_interval log_interval max_tiles video_frames
-    distributed_timeout_minutes""".split()
+    distributed_timeout_minutes non_persistent_save_interval""".split()
 AT_LEAST_0 = "num_workers eval_iters lr_warmup_iters recompute_encoder seed lr min_lr".split()
 LEAST = dict.fromkeys(AT_LEAST_1, 1) | dict.fromkeys(AT_LEAST_0, 0)
 MOST = {"min_lr": "lr", "moe_router_topk": "num_experts"}
@@ -31,6 +31,17 @@ def check_values(args: Namespace) -> None:
         raise UserError("--wandb-project needs --wandb-exp-name NAME")
     if args.wandb_project and not (args.save or args.wandb_save_dir):
         raise UserError("--wandb-project needs --wandb-save-dir DIR, or --save DIR")
+    if args.non_persistent_save_interval and not args.non_persistent_ckpt_type:
+        raise UserError("--non-persistent-save-interval needs --non-persistent-ckpt-type local")
+    if args.non_persistent_ckpt_type and not args.non_persistent_local_ckpt_dir:
+        raise UserError(
+            "--non-persistent-ckpt-type local needs --non-persistent-local-ckpt-dir DIR, on a disk "
+            "of each node or in its memory"
+        )
+    if args.non_persistent_ckpt_type and not args.save:
+        raise UserError(
+            "--non-persistent-ckpt-type local copies a run between checkpoints: add --save DIR"
+        )
     every, kept = args.save_interval, args.save_retain_interval
     if args.save and every and kept and kept % every:
         raise UserError(
