@@ -104,9 +104,11 @@ class TestTwoRanks:
         ]
 
     def test_that_of_another_layout_is_left_alone(self, run, shared_path, capfd):
-        run(ON_TP, 3)
+        """It is deleted when the run saves its own, of an earlier step."""
+        run(ON_TP, 5)
         self.lose(shared_path, 2)
-        assert [record["step"] for record in run(ON_DP, 3)] == [3]
+        assert [record["step"] for record in run(ON_DP, 4)] == [3, 4]
+        assert [path.name[:12] for path in self.files(shared_path)] == ["iter_0000003"] * 2
         assert_said("is not loaded: of another layout: encoder tp=1,dp=2 → tp=2", capfd)
 
     def test_that_of_other_parts_is_left_alone(self, run, shared_path, capfd):
