@@ -85,7 +85,7 @@ def end_rank(error: Exception | SystemExit) -> int:
 def _is_last_attempt() -> bool:
     """Return whether the launcher will end with a line of this attempt, and not start another."""
     attempt, last = (os.environ.get(f"TORCHELASTIC_{n}") for n in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return bool(os.environ.get(LAUNCHED)) and attempt == last
+    return bool(os.environ.get(LAUNCHED)) and attempt is not None and attempt == last
 
 
 def _is_of_a_peer(error: Exception) -> bool:

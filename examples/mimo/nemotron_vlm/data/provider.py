@@ -139,7 +139,7 @@ def read(batch: Microbatch | str) -> Microbatch:
 def _copied_ahead(batches: Iterator[Microbatch | str]) -> Iterator[Microbatch | str]:
     """Yield microbatches on this GPU; the next one is copied while one is in use.
 
-    What could not be read waits for its turn as well: the run may end before.
+    An unreadable one waits for its turn as well, as the run may end before.
     """
     stream, held = torch.cuda.Stream(), None
     copy = partial(torch.Tensor.cuda, non_blocking=True)

@@ -56,8 +56,10 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 @dataclass(frozen=True)
 class Options:
-    """Megatron's validated arguments, what is derived from them, and what gives them: the words of
-    the command line and of its files, and a file."""
+    """Megatron's validated arguments, what is derived from them, and where they come from.
+
+    words: the command line, with the options of its files. config: the same as a file.
+    """
 
     args: argparse.Namespace
     preset: VLMPreset

@@ -148,6 +148,17 @@ def test_an_error_is_one_line_that_torchruns_report_repeats(
     assert last.endswith(said[-1] if said else "layout")
 
 
+def test_a_process_inside_a_launched_rank_reports_its_own_error(monkeypatch, capsys):
+    """It inherits the launcher's variable, but torchrun has not started it."""
+    for name in list(os.environ):
+        if name.startswith("TORCHELASTIC_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(errors.LAUNCHED, "1")
+    assert end_rank(UserError("no such option")) == 2
+    assert capsys.readouterr().err == "error: no such option\n"
+
+
 RANKS = {
     "refuse": ("raise UserError('no such option')", 2, "error: no such option", 1),
     "read": ("rank == 1 and fail(UserError('no data', 1))", 2, "error: rank 1: no data", 1),
