@@ -144,8 +144,13 @@ def run(argv: list[str]) -> None:
         if not newest(args):
             say(beginning(args, None, None), args)
         last: deque[Record] = deque(maxlen=100)
-        train(session, last.append)
-        _print_outcome(session, last, log)
+        try:
+            train(session, last.append)
+        except SystemExit as left:  # all ranks together, as a signal or an option has asked
+            if left.code:
+                raise
+        else:
+            _print_outcome(session, last, log)
         close_session(session)
         dist.destroy_process_group()
 

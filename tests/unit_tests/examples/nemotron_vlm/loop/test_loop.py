@@ -27,6 +27,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import COUNTED
 from examples.mimo.nemotron_vlm.loop import forward_step, metrics
+from examples.mimo.nemotron_vlm.loop import run as program
 from examples.mimo.nemotron_vlm.loop.forward_step import (
     LOSS,
     TOKENS,
@@ -36,6 +37,7 @@ from examples.mimo.nemotron_vlm.loop.forward_step import (
 from examples.mimo.nemotron_vlm.loop.metrics import MetricsWriter, observed, read_metrics
 from examples.mimo.nemotron_vlm.loop.run import Log, train
 from examples.mimo.nemotron_vlm.loop.terminal import beginning, ending
+from examples.mimo.pretrain_nemotron_vlm import ALONE
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.training import training
@@ -50,7 +52,7 @@ from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import (
     one_rank_trajectory,
     trajectory,
 )
-from tests.unit_tests.examples.nemotron_vlm.runs import options_of, session_of, trainer
+from tests.unit_tests.examples.nemotron_vlm.runs import SHORT_RUN, options_of, session_of, trainer
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
@@ -102,6 +104,14 @@ class TestStep:
             signal.raise_signal(signal.SIGUSR1)
             signal.signal(signal.SIGUSR1, before)
         assert len(heard) == 1
+
+    def test_a_run_that_leaves_early_leaves_no_groups(self, monkeypatch):
+        """A signal gives a job some seconds; groups that end by themselves take theirs."""
+        Utils.destroy()
+        for name, value in ALONE.items():
+            monkeypatch.setenv(name, value)
+        program.run([*SHORT_RUN, *ONE_MICROBATCH, "--exit-interval", "2"])
+        assert not dist.is_initialized()
 
     def test_a_run_that_has_ended_leaves_no_model(self):
         """A model would keep its groups, and under gloo three threads for each."""
