@@ -100,12 +100,14 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
         rest += ["--log-file", str(out / "log.txt"), "--tensorboard-dir", str(out / "tensorboard")]
         rest += ["--profile", "--use-pytorch-profiler", "--profile-ranks", "0"]
         rest += ["--profile-step-start", str(last), "--profile-step-end", str(last + PROFILED)]
-        command = [*torchrun(ranks), PROGRAM, *arguments, *rest]
+        given = [word.replace("{out}", directory) for word in arguments]
+        command = [*torchrun(ranks), PROGRAM, *given, *rest]
         checkout = os.environ.get("CHECKOUT", ROOT / "build" / "Megatron-LM")
         subprocess.run(command, check=True, cwd=checkout)
         records = list(map(json.loads, (out / "metrics.jsonl").read_text().splitlines()))
         log = (out / "log.txt").read_text()
         trace = read(out / "torch_profile" / "rank-0.json.gz")
+        saved = sizes_of_saves(out / "saved")
     counted = records[WARM_UP:last]
     seconds = statistics.median(record["step_time_s"] for record in counted)
     waited = sum(record["data_wait_s"] for record in counted)
@@ -126,8 +128,20 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
         "peak_memory_gib": max(map(float, memory)) / 1024 if memory else None,
         "data_wait": waited / sum(record["step_time_s"] for record in counted),
         "idle": idle,
+        # An asynchronous save holds steps up as it begins, and as it is made known. After the last
+        # save there is no step.
+        "save_gb": saved[0] if saved else None,
+        "pause_s_per_gb": sum(r["pause_s"] for r in records) / sum(saved[:-1]) if saved else None,
         **{name: trace.get(name) for name in ("exposed", "bridge", "optimizer")},
     }
+
+
+def sizes_of_saves(directory: Path) -> list[float]:
+    """Return the GB of each of a run's checkpoints."""
+    return [
+        sum(file.stat().st_size for file in checkpoint.iterdir()) / 1e9
+        for checkpoint in sorted(directory.glob("iter_*"))
+    ]
 
 
 def measured_upstream(run: dict, arguments: list[str], ours: dict) -> dict[str, object]:
