@@ -13,7 +13,9 @@ from examples.mimo.nemotron_vlm.loop.forward_step import forward_step
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.training import training as loop
+from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+from tests.unit_tests.test_utilities import HAVE_CUDA
 
 LENGTH, SAMPLES = 24, 4
 
@@ -43,8 +45,8 @@ class RandomText(SampleSource):
 
 
 def loading(directory: Path) -> tuple[str, ...]:
-    """Options that load a converted checkpoint."""
-    model = ("--model", str(directory / "model.json"))
+    """Options that load a converted checkpoint, on GPUs into the layers that are the default."""
+    model = ("--model", str(directory / "model.json"), *(ENGINE if HAVE_CUDA else ()))
     return (*model, "--pretrained-checkpoint", str(directory))
 
 
