@@ -51,8 +51,8 @@ ELSEWHERE = (f"{UNITS}/ssm", f"{UNITS}/examples/nemotron_vlm/loop/test_rows.py")
 """Unit tests whose place the cases take on two GPUs: of recurrent layers, each length of which
 compiles Triton's kernels anew (`test_recurrence.py` has fewer), and the rows of CPU ranks."""
 
-UNITS_OF_ONE = ("checkpoint/test_convert.py", "ssm", "tensor_parallel/test_weight_gradient.py")
-UNITS_OF_ONE += ("checkpoint/test_omni.py::test_gradients_of_conversations_are_theirs",)
+UNITS_OF_ONE = ("checkpoint/test_convert.py", "checkpoint/test_omni.py", "ssm")
+UNITS_OF_ONE += ("tensor_parallel/test_weight_gradient.py",)
 UNITS_OF_ONE += tuple(
     f"examples/nemotron_vlm/{path}"
     for path in (

@@ -33,7 +33,14 @@ from tests.unit_tests.checkpoint.conversions import (
     tensors_of,
 )
 from tests.unit_tests.checkpoint.hugging_face import released_config, save, whole_vlm
-from tests.unit_tests.checkpoint.program_logits import loading, program_logits, save_gradients
+from tests.unit_tests.checkpoint.program_logits import (
+    BATCH,
+    loading,
+    program_logits,
+    save_gradients,
+)
+from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import apart
+from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 LENGTH = 48
@@ -174,13 +181,54 @@ def test_gradients_of_conversations_are_theirs(layout, shared_path, record_prope
             for path in (shared_path / "back", save(model, shared_path / "of transformers"))
         )
     kept = {name.rpartition(".")[2] for name, _ in model.named_buffers()} | {"lambda1"}
-    apart = {
+    far = {
         name: float((ours[name] - gradient).norm() / (gradient.norm() + SMALL))
         for name, gradient in theirs.items()
         if name.rpartition(".")[2] not in kept  # the scales of their layers are one
     }
-    record_property("largest, of the tensor's norm", max(apart.values()))
-    assert max(apart.values()) <= 1e-4, {name: each for name, each in apart.items() if each > 1e-4}
+    record_property("largest, of the tensor's norm", max(far.values()))
+    assert max(far.values()) <= 1e-4, {name: each for name, each in far.items() if each > 1e-4}
+
+
+PLAIN = "--moe-aux-loss-coeff 0 --moe-router-bias-update-rate 0 --lr 1e-3 --lr-decay-style constant"
+"""Options of a training that is PyTorch's own: no balancing, no schedule."""
+
+
+@in_layouts
+def test_training_is_that_of_plain_pytorch(layout, shared_path, record_property):
+    """Losses and gradient norms of five steps, with weight decay and clipping."""
+    model = whole_vlm(sound=True)
+    directory = convert_once(shared_path, lambda: model, "--model", "tiny-omni")
+    options = (*loading(directory), *CONVERSATIONS, *PLAIN.split(), *layout.split())
+    with trainer(*BATCH, *options, "--train-iters", "5", source=conversations()) as run:
+        ours = [run.train_step() for _ in range(5)]
+        theirs = trained_by_pytorch(model, run.args, len(ours))
+    assert theirs[-1]["loss"] < 0.95 * theirs[0]["loss"]
+    found = apart(ours, theirs)
+    record_property("largest relative difference", found)
+    assert found["loss"] <= TOLERANCE and found["grad_norm"] <= 1e-3, found
+
+
+def trained_by_pytorch(model: NemotronH_Omni_Reasoning_V3, args, steps: int) -> list[dict]:
+    """Train with AdamW; returns losses and gradient norms. The scales of layers stay one."""
+    weights = {name: w for name, w in model.named_parameters() if not name.endswith("lambda1")}
+    decays = {name: w.ndim > 1 and not name.endswith(".bias") for name, w in weights.items()}
+    groups = [
+        {"params": [w for name, w in weights.items() if decays[name] is each], "weight_decay": rate}
+        for each, rate in ((True, args.weight_decay), (False, 0.0))
+    ]
+    betas = args.adam_beta1, args.adam_beta2
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=betas, eps=args.adam_eps)
+    labels = torch.cat([ids.roll(-1) for ids, _ in conversations().samples])
+    records = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(their_logits(model).flatten(0, 1), labels)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(weights.values(), args.clip_grad)
+        optimizer.step()
+        records.append({"loss": float(loss), "grad_norm": float(norm), "skipped": False})
+    return records
 
 
 @pytest.fixture
