@@ -11,7 +11,7 @@ AT_LEAST_1 = """micro_batch_size global_batch_size seq_length encoder_macro_batc
     pack_window train_iters eval_interval save_interval log_interval max_tiles video_frames
     distributed_timeout_minutes hidden_size num_attention_heads num_query_groups kv_channels
     num_distributed_optimizer_instances eval_global_batch_size eval_micro_batch_size
-    lr_decay_iters ddp_num_buckets log_memory_interval""".split()
+    lr_decay_iters ddp_num_buckets log_memory_interval non_persistent_save_interval""".split()
 AT_LEAST_1 += [name for names in SIZES.values() for name in names.values()]
 AT_LEAST_1_WITH = {
     "E": "moe_ffn_hidden_size moe_router_topk",
@@ -46,6 +46,17 @@ def check_values(args: Namespace) -> None:
         raise UserError("--wandb-project needs --wandb-exp-name NAME")
     if args.wandb_project and not (args.save or args.wandb_save_dir):
         raise UserError("--wandb-project needs --wandb-save-dir DIR, or --save DIR")
+    if args.non_persistent_save_interval and not args.non_persistent_ckpt_type:
+        raise UserError("--non-persistent-save-interval needs --non-persistent-ckpt-type local")
+    if args.non_persistent_ckpt_type and not args.non_persistent_local_ckpt_dir:
+        raise UserError(
+            "--non-persistent-ckpt-type local needs --non-persistent-local-ckpt-dir DIR, on a disk "
+            "of each node or in its memory"
+        )
+    if args.non_persistent_ckpt_type and not args.save:
+        raise UserError(
+            "--non-persistent-ckpt-type local copies a run between checkpoints: add --save DIR"
+        )
     every, kept = args.save_interval, args.save_retain_interval
     if args.save and every and kept and kept % every:
         raise UserError(
