@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import option_of
 from examples.mimo.nemotron_vlm.loop.checkpoint_saving import Saves
-from examples.mimo.nemotron_vlm.loop.local_copies import DoesNotFitError
+from examples.mimo.nemotron_vlm.loop.local_copies import attempt_of
 from examples.mimo.nemotron_vlm.loop.resume_rules import check_resume
 from examples.mimo.nemotron_vlm.loop.terminal import LAYOUT, beginning, changes, goes_on, say
 from megatron.core.dist_checkpointing import load_common_state_dict
@@ -69,47 +69,12 @@ def _load(
     saves: Saves,
     model: list[MimoModel],
     optimizer: MimoOptimizer | None,
+    scheduler: OptimizerParamScheduler | None,
     *arguments,
     **named,
 ) -> tuple[int, int]:
     """Load the copy or the checkpoint that the run goes on from, whichever is newer."""
-    directory, copies = newest(args), saves.copies
-    loading = partial(_load_from, load, args, saves.loaded, model, optimizer, *arguments, **named)
-    with _refused(args, directory):
-        if directory and not os.path.isdir(directory):
-            known = ", ".join(map(str, steps_in(Path(directory).parent)))
-            raise UserError(
-                f"--load {args.load} has no {Path(directory).name}; steps there: {known}"
-            )
-        copy = copies.find(directory if directory and goes_on(args, directory) else None)
-    if copy:
-        try:
-            with copies.in_use(copy, optimizer, named["checkpointing_context"]):
-                return loading(directory=str(copy.directory), saved=copy.saved)
-        except DoesNotFitError as error:
-            say(f"the copy of {copy.directory} is not loaded: {error}", args)
-    with copies.none_in_use():
-        return loading(directory=directory)
-
-
-def _load_from(
-    load: Callable,
-    args: Namespace,
-    loaded: set[Path],
-    model: list[MimoModel],
-    optimizer: MimoOptimizer | None,
-    scheduler: OptimizerParamScheduler | None,
-    *arguments,
-    directory: str | None,
-    saved: Namespace | None = None,
-    **named,
-) -> tuple[int, int]:
-    """Check what is loaded, load it with Megatron's function, and say what has changed.
-
-    Args:
-        directory: a checkpoint, None if there is none; or a copy, of which ``saved`` is known.
-        saved: the arguments in it.
-    """
+    directory, saved = newest(args), None
     before = args.no_load_rng, args.verify_integrity, args.override_opt_param_scheduler
     # The scheduler knows this option. Upstream's main would give all modules --lr for it, and count
     # skipped steps as steps of the schedule.
@@ -117,37 +82,38 @@ def _load_from(
     if optimizer:  # there is none with --skip-train
         optimizer.takes_saved_rates = args.use_checkpoint_opt_param_scheduler
     try:
-        with _refused(args, directory):
-            if directory and args.verify_integrity and not saved:
+        if directory and not os.path.isdir(directory):
+            known = ", ".join(map(str, steps_in(Path(directory).parent)))
+            raise UserError(
+                f"--load {args.load} has no {Path(directory).name}; steps there: {known}"
+            )
+        copy = saves.copies.find(directory if directory and goes_on(args, directory) else None)
+        if copy:
+            directory, saved = copy
+        elif directory:
+            if args.verify_integrity:
                 verify_manifest(directory)  # before it is read; Megatron verifies after reading
                 args.verify_integrity = False
-            if directory:
-                saved = saved or load_common_state_dict(directory).get("args")
-                if goes_on(args, directory):
-                    args.begun_from = getattr(saved, "attempt", None)
-                    check_resume(args, saved)
-                    loaded.add(Path(directory).resolve())
-                if changes(args, saved, LAYOUT):
-                    args.no_load_rng = True
+            saved = load_common_state_dict(directory).get("args")
+            if goes_on(args, directory):
+                check_resume(args, saved)
+                args.attempts = [attempt_of(directory, saved), *args.attempts]
+                saves.loaded.add(Path(directory).resolve())
+            if changes(args, saved, LAYOUT):
+                args.no_load_rng = True
+        with saves.copies.loading(copy, named["checkpointing_context"]):
             say(beginning(args, directory, saved), args)
             result = load(model, optimizer, scheduler, *arguments, **named)
-            if scheduler:
-                scheduler.step(0)  # Megatron's scheduler applies weight decay before loading it
-            return result
-    finally:
-        args.no_load_rng, args.verify_integrity, args.override_opt_param_scheduler = before
-
-
-@contextmanager
-def _refused(args: Namespace, directory: str | None) -> Iterator[None]:
-    """Turn errors of what is loaded inside the block into refusals."""
-    try:
-        yield
+        if scheduler:
+            scheduler.step(0)  # Megatron's scheduler applies the weight decay before loading it
+        return result
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()] or [error]
         raise _refusal(args, directory, causes[0], args.rank) from error
     except (CheckpointingException, pickle.UnpicklingError, AssertionError, ValueError) as error:
         raise _refusal(args, directory, error) from error
+    finally:
+        args.no_load_rng, args.verify_integrity, args.override_opt_param_scheduler = before
 
 
 def _refusal(

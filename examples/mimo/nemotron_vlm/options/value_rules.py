@@ -3,6 +3,7 @@
 """Rules for the values of options, whatever the layouts."""
 
 from argparse import Namespace
+from pathlib import Path
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import SIZES, option_of
@@ -46,16 +47,14 @@ def check_values(args: Namespace) -> None:
         raise UserError("--wandb-project needs --wandb-exp-name NAME")
     if args.wandb_project and not (args.save or args.wandb_save_dir):
         raise UserError("--wandb-project needs --wandb-save-dir DIR, or --save DIR")
-    if args.non_persistent_save_interval and not args.non_persistent_ckpt_type:
-        raise UserError("--non-persistent-save-interval needs --non-persistent-ckpt-type local")
-    if args.non_persistent_ckpt_type and not args.non_persistent_local_ckpt_dir:
+    every, directory = args.non_persistent_save_interval, args.non_persistent_local_ckpt_dir
+    needed = args.non_persistent_ckpt_type, every, directory
+    is_own = args.save and args.load and Path(args.save).resolve() == Path(args.load).resolve()
+    if any(needed) and not (all(needed) and is_own):
         raise UserError(
-            "--non-persistent-ckpt-type local needs --non-persistent-local-ckpt-dir DIR, on a disk "
-            "of each node or in its memory"
-        )
-    if args.non_persistent_ckpt_type and not args.save:
-        raise UserError(
-            "--non-persistent-ckpt-type local copies a run between checkpoints: add --save DIR"
+            "copies between checkpoints need all of --non-persistent-ckpt-type local, "
+            "--non-persistent-save-interval N, --non-persistent-local-ckpt-dir DIR, and --save S "
+            "--load S with the same S"
         )
     every, kept = args.save_interval, args.save_retain_interval
     if args.save and every and kept and kept % every:
