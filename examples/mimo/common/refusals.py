@@ -19,7 +19,7 @@ POSITIONS = "a hybrid model has none, learned_absolute, rope and yarn"
 WEIGHTS = (
     "initial weights follow from the seed and each parameter's name, so that no layout changes them"
 )
-IN_LOAD = "the newest checkpoint is looked for, and checked, in --load alone"
+NVRX = "nvidia_resiliency_ext"
 ENGINE = "it needs --transformer-impl transformer_engine"
 GPU = "it needs a GPU: --device cuda"
 
@@ -40,7 +40,7 @@ WHEREVER_SET = {
         --cpu-offloading-num-layers --apply-residual-connection-post-layernorm
         --use-grouped-gemm-for-dense-mlp""",
     "--recompute-granularity has taken its place": "--checkpoint-activations",
-    "it runs pretrain() again, without the modules' groups; torchrun --max-restarts works": """
+    "it calls pretrain() again, before which groups are made; torchrun --max-restarts works": """
         --inprocess-restart""",
     "it asks a scheduler of NVIDIA's own cluster": "--adlr-autoresume",
     "it looks for the layers of one model": """
@@ -80,7 +80,7 @@ WHEREVER_SET = {
     "--freeze names the parts": "--freeze-all-layers",
     "gradients of all parts are clipped by one norm": "--mtp-detach-heads",
     "a hybrid model has all layers of later tokens on its last stage": "--mtp-standalone --mtp-hsm",
-    "it copies checkpoints that a node keeps, and those are not taken": """
+    "it has not been shown to work; where a node has lost its files, all load a checkpoint": """
         --replication --replication-jump""",
     "--language vpp=… gives virtual stages": """
         --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank""",
@@ -237,9 +237,28 @@ REFUSALS = [
         lambda args: args.cross_entropy_loss_fusion and not args.bf16,
         "it rounds the gradients of the logits to bfloat16",
     ),
-    _set("--non-persistent-save-interval", IN_LOAD),
-    _set_to("--non-persistent-ckpt-type global", IN_LOAD),
-    _set_to("--non-persistent-ckpt-type local", "it does not save fully reshardable state"),
+    _set_to(
+        "--non-persistent-ckpt-type global",
+        "--save-interval and --save-retain-interval keep the newest and every N-th checkpoint",
+    ),
+    Refusal(
+        "--non-persistent-local-ckpt-algo fully_parallel",
+        lambda args: (
+            args.non_persistent_ckpt_type == "local"
+            and args.non_persistent_local_ckpt_algo == "fully_parallel"
+        ),
+        "ranks exchange what they read in one module's groups",
+    ),
+    Refusal(
+        "--non-persistent-ckpt-type local",
+        lambda args: args.non_persistent_ckpt_type == "local" and find_spec(NVRX) is None,
+        "nvidia-resiliency-ext, which writes the files, is not installed",
+    ),
+    Refusal(
+        "--non-persistent-ckpt-type local with --wandb-project",
+        lambda args: args.non_persistent_ckpt_type == "local" and args.wandb_project,
+        "Megatron would log each copy as an artifact with a file that only a checkpoint has",
+    ),
     Refusal(
         "--log-straggler",
         lambda args: args.log_straggler and args.device == "cuda" and find_spec("pynvml") is None,
@@ -297,6 +316,11 @@ REFUSALS = [
 IN_OTHERS = [
     _set_to(
         "--cuda-graph-impl local", "only pretrain_nemotron_vlm.py prepares its modules for graphs"
+    ),
+    Refusal(
+        "--non-persistent-ckpt-type local",
+        lambda args: args.non_persistent_ckpt_type or args.non_persistent_save_interval,
+        "only pretrain_nemotron_vlm.py checks that a copy fits before it is loaded",
     ),
     _set("--log-straggler", "its detector times parts of pretrain_nemotron_vlm.py's steps alone"),
     Refusal(

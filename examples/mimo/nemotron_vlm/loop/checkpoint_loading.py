@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import option_of
 from examples.mimo.nemotron_vlm.loop.checkpoint_saving import Saves
+from examples.mimo.nemotron_vlm.loop.local_copies import attempt_of
 from examples.mimo.nemotron_vlm.loop.resume_rules import check_resume
 from examples.mimo.nemotron_vlm.loop.terminal import LAYOUT, beginning, changes, goes_on, say
 from megatron.core.dist_checkpointing import load_common_state_dict
@@ -53,7 +54,7 @@ def safe_loading(args: Namespace) -> Iterator[None]:
             model (on the ranks that notice); at its end, if the last save failed.
     """
     saves = Saves(args, training.save_checkpoint_and_time)
-    load = partial(_load, training.load_checkpoint, args, saves.loaded)
+    load = partial(_load, training.load_checkpoint, args, saves)
     with (
         no_code_from_checkpoints(),
         replaced(training, load_checkpoint=load, save_checkpoint_and_time=saves.save),
@@ -65,14 +66,15 @@ def safe_loading(args: Namespace) -> Iterator[None]:
 def _load(
     load: Callable,
     args: Namespace,
-    loaded: set[Path],
+    saves: Saves,
     model: list[MimoModel],
     optimizer: MimoOptimizer | None,
     scheduler: OptimizerParamScheduler | None,
     *arguments,
     **named,
 ) -> tuple[int, int]:
-    directory = newest(args)
+    """Load the copy or the checkpoint that the run goes on from, whichever is newer."""
+    directory, saved = newest(args), None
     before = args.no_load_rng, args.verify_integrity, args.override_opt_param_scheduler
     # The scheduler knows this option. Upstream's main would give all modules --lr for it, and count
     # skipped steps as steps of the schedule.
@@ -85,18 +87,23 @@ def _load(
             raise UserError(
                 f"--load {args.load} has no {Path(directory).name}; steps there: {known}"
             )
-        if directory and args.verify_integrity:
-            verify_manifest(directory)  # before anything is read; Megatron verifies after reading
-            args.verify_integrity = False
-        if directory:
+        copy = saves.copies.find(directory if directory and goes_on(args, directory) else None)
+        if copy:
+            directory, saved = copy
+        elif directory:
+            if args.verify_integrity:
+                verify_manifest(directory)  # before it is read; Megatron verifies after reading
+                args.verify_integrity = False
             saved = load_common_state_dict(directory).get("args")
             if goes_on(args, directory):
                 check_resume(args, saved)
-                loaded.add(Path(directory).resolve())
+                args.attempts = [attempt_of(directory, saved), *args.attempts]
+                saves.loaded.add(Path(directory).resolve())
             if changes(args, saved, LAYOUT):
                 args.no_load_rng = True
+        with saves.copies.loading(copy, named["checkpointing_context"]):
             say(beginning(args, directory, saved), args)
-        result = load(model, optimizer, scheduler, *arguments, **named)
+            result = load(model, optimizer, scheduler, *arguments, **named)
         if scheduler:
             scheduler.step(0)  # Megatron's scheduler applies the weight decay before loading it
         return result

@@ -34,7 +34,7 @@ from examples.mimo.common.steps import data_provider
 from examples.mimo.nemotron_vlm.data import SampleSource, fingerprint, make_source
 from examples.mimo.nemotron_vlm.data.provider import Loading
 from examples.mimo.nemotron_vlm.loop.asking import ask_command
-from examples.mimo.nemotron_vlm.loop.checkpoint_loading import check_inputs, newest, safe_loading
+from examples.mimo.nemotron_vlm.loop.checkpoint_loading import check_inputs, safe_loading
 from examples.mimo.nemotron_vlm.loop.forward_step import answers, forward_step
 from examples.mimo.nemotron_vlm.loop.metrics import Record, observed, read_metrics
 from examples.mimo.nemotron_vlm.loop.terminal import beginning, ending, say, tell
@@ -141,7 +141,7 @@ def run(argv: list[str]) -> None:
             f"samples a step\n{layout_table(lay, options.preset.names)}",
             args,
         )
-        if not newest(args):
+        if not (args.load or args.pretrained_checkpoint):
             say(beginning(args, None, None), args)
         last: deque[Record] = deque(maxlen=100)
         try:
@@ -340,6 +340,7 @@ def _check_outputs(args: Namespace) -> None:
     log = None if args.log_file == "-" else args.log_file
     files = {"--metrics-out": args.metrics_out, "--report": args.report, "--log-file": log}
     folders = {"--save": args.save, "--tensorboard-dir": args.tensorboard_dir}
+    folders["--non-persistent-local-ckpt-dir"] = args.non_persistent_local_ckpt_dir
     for option, path in (files | folders).items():
         try:
             if path:
@@ -349,4 +350,6 @@ def _check_outputs(args: Namespace) -> None:
                 if option in files and Path(path).is_dir():
                     raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
         except OSError as error:
-            raise UserError(f"{option} {path}: cannot write there ({error.strerror})") from error
+            rank = args.rank if "local" in option else None  # a disk of its node
+            text = f"{option} {path}: cannot write there ({error.strerror})"
+            raise UserError(text, rank) from error

@@ -20,6 +20,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.mimo import optimizer as upstream
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.joint_optimizer.state import (
+    GATHERED,
+    SHARDING,
     leaves,
     restore_common_state,
     sharded_optimizer_state,
@@ -55,6 +57,8 @@ class MimoOptimizer(upstream.MimoOptimizer):
     Attributes:
         takes_saved_rates: whether a checkpoint's learning rates and weight decay replace this
             run's; False by default.
+        saves_own_shards: whether each rank saves and reads its own part of the state, whatever
+            format the metadata names; False by default.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class MimoOptimizer(upstream.MimoOptimizer):
         super().__init__(module_infos, config)
         self._expert_biases = [(bias, bias.clone()) for bias in expert_biases]
         self._loss_scale = 1.0
-        self.takes_saved_rates = False
+        self.takes_saved_rates = self.saves_own_shards = False
         self._agree_on_loss_scale()
 
     def get_loss_scale(self) -> torch.Tensor:
@@ -172,6 +176,8 @@ class MimoOptimizer(upstream.MimoOptimizer):
         State that a module's ranks share is saved as sharded objects of the module. Rank 0 writes
         the common part of a checkpoint, and does not hold every module.
         """
+        if self.saves_own_shards:
+            kwargs["metadata"] = kwargs["metadata"] | {SHARDING: GATHERED}
         return {
             name: sharded_optimizer_state(
                 name,
