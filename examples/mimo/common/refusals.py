@@ -251,7 +251,11 @@ REFUSALS = [
     ),
     Refusal(
         "--non-persistent-ckpt-type local",
-        lambda args: args.non_persistent_ckpt_type == "local" and find_spec(NVRX) is None,
+        lambda args: (
+            args.non_persistent_ckpt_type == "local"
+            and not _only_predicts(args)
+            and find_spec(NVRX) is None
+        ),
         "nvidia-resiliency-ext, which writes the files, is not installed",
     ),
     Refusal(

@@ -97,7 +97,9 @@ def _load(
             saved = load_common_state_dict(directory).get("args")
             if goes_on(args, directory):
                 check_resume(args, saved)
-                args.attempts = [attempt_of(directory, saved), *args.attempts]
+                step = Path(directory).name[5:]
+                left = int(step) if step.isdigit() else 0
+                args.attempts = [(attempt_of(directory, saved), left), *args.attempts]
                 saves.loaded.add(Path(directory).resolve())
             if changes(args, saved, LAYOUT):
                 args.no_load_rng = True

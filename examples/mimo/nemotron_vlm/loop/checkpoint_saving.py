@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.loop.local_copies import LocalCopies
+from examples.mimo.nemotron_vlm.loop.local_copies import LocalCopies, NotWrittenError
 from examples.mimo.nemotron_vlm.loop.terminal import say
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
@@ -64,11 +64,11 @@ class Saves:
             if end.code:
                 raise
             exited = end
-        if self._failed and self._again:
-            self._again()
         if exited and self._instead:  # Megatron does not save the last step where it has a copy
             self._args.async_save = False
             self._instead()
+        elif self._failed and self._again:  # while the state is still that step's
+            self._again()
         if self._failed or exited:
             raise self._failed or exited
 
@@ -81,7 +81,7 @@ class Saves:
             return
         try:
             self.copies.save(self._save, iteration, *rest, non_persistent_ckpt=True, **named)
-        except RAISED_BY_ALL as error:
+        except NotWrittenError as error:
             where = self._args.non_persistent_local_ckpt_dir
             said = f"--non-persistent-local-ckpt-dir {where}: step {iteration} was not saved"
             say(f"warning: {said}: {error}; the next save tries again", self._args)

@@ -52,20 +52,27 @@ NOTE = "attempt.txt"
 checkpoint, it tells the run's copies from those of another, or of one whose folder was emptied."""
 
 
+class NotWrittenError(CheckpointingException):
+    """A copy was not written; raised on every rank."""
+
+
 class LocalCopies:
     """Copies of a run; each method is collective.
 
     Each start of the program is an attempt with an id of its own. ``args.attempts``, which
     checkpoints and copies hold, has the id of the attempt that saved the checkpoint from which the
-    run went on, those of the attempts since then that copies have continued, and this attempt's.
-    A copy continues a checkpoint if the attempt that saved that is among the copy's.
+    run went on, those of the attempts since then that copies have continued, and this attempt's;
+    each with the step at which the run left it, None for this one. A copy continues a checkpoint
+    if the attempt that saved that is among the copy's, and was not left before.
     """
 
     def __init__(self, args: Namespace) -> None:
-        args.attempts = [os.urandom(8).hex()]
-        dist.broadcast_object_list(args.attempts)
+        told = [os.urandom(8).hex(), sha256(str(Path(args.save or "").resolve()).encode())]
+        told[1] = told[1].hexdigest()[:16]
+        dist.broadcast_object_list(told)
+        args.attempts = [(told[0], None)]
         self._args = args
-        self._files = _Files(args) if args.non_persistent_ckpt_type == "local" else None
+        self._files = _Files(args, told[1]) if args.non_persistent_ckpt_type == "local" else None
 
     def find(self, checkpoint: str | None) -> tuple[str, Namespace] | None:
         """Return the copy that continues the newest checkpoint, None if there is none.
@@ -82,7 +89,7 @@ class LocalCopies:
         reached, step = int(name) if name.isdigit() else 0, files.find_latest()
         of_ranks = [{step for step, *_ in ids} for ids in files.globally_available_ids]
         if step > reached:
-            why = self._why_not(checkpoint)
+            why = self._why_not(checkpoint, reached)
         elif (step := max(set.union(*of_ranks), default=0)) > reached:
             lack = [str(rank) for rank, steps in enumerate(of_ranks) if step not in steps]
             why = f"there is none on rank {', '.join(lack)}"
@@ -94,16 +101,16 @@ class LocalCopies:
             return None
         return str(files.local_ckpt_dir / f"iter_{step:07d}"), files.state.common["args"]
 
-    def _why_not(self, checkpoint: str | None) -> str | None:
+    def _why_not(self, checkpoint: str | None, reached: int) -> str | None:
         """Read the newest copy; return why no rank may go on from its own, None if all may."""
-        found, errors = _on_all_ranks(lambda: self._read(checkpoint))
+        found, errors = _on_all_ranks(lambda: self._read(checkpoint, reached))
         if errors:
-            return f"its file is damaged on {errors[0]}"
+            return f"its file cannot be read on {errors[0]}"
         if any(attempts != found[0][0] for attempts, _ in found):
             return "ranks have files of different attempts"
         return next((why for _, why in found if why), None)
 
-    def _read(self, checkpoint: str | None) -> tuple[list[str], str | None]:
+    def _read(self, checkpoint: str | None, reached: int) -> tuple[list[tuple], str | None]:
         """Read this rank's newest copy; return its attempts, and why it is not to be loaded."""
         args, saved, note = self._args, self._files.read(), Path(self._args.save, NOTE)
         try:
@@ -119,7 +126,8 @@ class LocalCopies:
         else:
             why = f"it does not continue {checkpoint}"
             why = why if checkpoint else f"{args.save} has nothing of its run"
-            why = None if before in saved.attempts else why
+            if before in [one for one, left in saved.attempts if left is None or left >= reached]:
+                why = None
         if others := changes(args, saved, FORM):
             why = f"of other options: {others}"
         return saved.attempts, why
@@ -143,7 +151,8 @@ class LocalCopies:
         except (CheckpointingException, AssertionError, ValueError) as error:
             text = f"the copies in {folder.parent} do not fit this run: {_line(error)}"
             raise UserError(f"{text}; delete {folder.parent}") from error
-        args.attempts = copy[1].attempts + args.attempts
+        step = int(Path(copy[0]).name[5:])
+        args.attempts = [*left_at(step, copy[1].attempts), *args.attempts]
         self._files.state = None
 
     def save(self, save: Callable, iteration: int, *rest, **named) -> None:
@@ -170,8 +179,7 @@ class _Files(LocalCheckpointManager):
 
     state: MCoreTensorAwareStateDict | None = None
 
-    def __init__(self, args: Namespace) -> None:
-        run = sha256(str(Path(args.save).resolve()).encode()).hexdigest()[:16]
+    def __init__(self, args: Namespace, run: str) -> None:
         super().__init__(args.non_persistent_local_ckpt_dir, run)
         self._args = args
 
@@ -208,17 +216,20 @@ class _Files(LocalCheckpointManager):
     def save(
         self, state: MCoreTensorAwareStateDict, iteration: int, is_async: bool = False
     ) -> None:
-        """Write this rank's file, and delete its older ones, and others, once all have theirs."""
+        """Write this rank's file, and delete older ones once all ranks have theirs; also those of
+        ranks that this node no longer has."""
         _, errors = _on_all_ranks(lambda: self._write(state, iteration))
-        with suppress(OSError):
-            for path in self.local_ckpt_dir.glob(self._filename_from_template("*", "*", "*")):
+        folders = [self.local_ckpt_dir] if errors else list(self.local_ckpt_dir.parent.iterdir())
+        for folder in folders:
+            for path in folder.glob(self._filename_from_template("*", "*", "*")):
                 if (self._filename_to_id(path.name)[0] == iteration) == bool(errors):
-                    path.unlink()
+                    with suppress(OSError):  # another rank may delete it, too
+                        path.unlink()
         if errors:
-            raise CheckpointingException(errors[0])
+            raise NotWrittenError(errors[0])
 
     def _write(self, state: MCoreTensorAwareStateDict, iteration: int) -> None:
-        note, first = Path(self._args.save, NOTE), self._args.attempts[0]
+        note, first = Path(self._args.save, NOTE), self._args.attempts[0][0]
         if self.rank == 0 and not (note.is_file() and note.read_text() == first):
             note.parent.mkdir(parents=True, exist_ok=True)
             note.write_text(first)
@@ -232,7 +243,12 @@ class _Files(LocalCheckpointManager):
 def attempt_of(checkpoint: str, saved: Namespace | None) -> str:
     """Return the id of the attempt that saved a checkpoint; its time, if that has not noted one."""
     noted = getattr(saved, "attempts", None)
-    return noted[-1] if noted else str(Path(checkpoint, CONFIG_FNAME).stat().st_mtime_ns)
+    return noted[-1][0] if noted else str(Path(checkpoint, CONFIG_FNAME).stat().st_mtime_ns)
+
+
+def left_at(step: int, attempts: list[tuple]) -> list[tuple]:
+    """Return attempts, of which the run has left the last one at a step."""
+    return [*attempts[:-1], (attempts[-1][0], step)]
 
 
 def _on_all_ranks(function: Callable[[], object]) -> tuple[list, list[str]]:

@@ -55,10 +55,15 @@ def check_resume(args: Namespace, saved: Namespace | None) -> None:
             "then, or --finetune, which takes the weights if all fit, and begins anew"
         )
     state = _changes(args, saved, STATE)
-    if state and not (args.no_load_optim or getattr(saved, "no_save_optim", False)):
+    if state and not args.no_load_optim:
         raise UserError(
             f"--load {args.load}: the optimizer's state there has another form ({state}); give "
             "what was given then, or --no-load-optim, which goes on with a new optimizer"
+        )
+    if getattr(saved, "no_save_optim", False) and not args.no_load_optim:
+        raise UserError(
+            f"--load {args.load}: --no-save-optim left out the optimizer's state there; "
+            "--no-load-optim goes on with a new optimizer"
         )
     if _has_half_weights(saved) and not args.no_load_optim:
         raise UserError(

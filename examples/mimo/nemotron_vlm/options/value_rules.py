@@ -56,6 +56,11 @@ def check_values(args: Namespace) -> None:
             "--non-persistent-save-interval N, --non-persistent-local-ckpt-dir DIR, and --save S "
             "--load S with the same S"
         )
+    if every and args.save_interval and every % args.save_interval == 0:
+        raise UserError(
+            f"--non-persistent-save-interval {every} makes no copy: those steps have a checkpoint "
+            f"by --save-interval {args.save_interval}"
+        )
     every, kept = args.save_interval, args.save_retain_interval
     if args.save and every and kept and kept % every:
         raise UserError(

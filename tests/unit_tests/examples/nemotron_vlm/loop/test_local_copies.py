@@ -56,7 +56,14 @@ class TestOptions:
         line = [word for n in given for word in self.ALL[2 * n : 2 * n + 2]]
         with pytest.raises(UserError, match="copies between checkpoints need all of"):
             parse(line, 1)
+
+    def test_all_together_are_taken(self):
+        pytest.importorskip("nvidia_resiliency_ext", minversion="0.6")
         parse(self.ALL, 1)
+
+    def test_an_interval_at_which_there_are_checkpoints_is_refused(self):
+        with pytest.raises(UserError, match="-interval 1 makes no copy: those steps have a check"):
+            parse([*self.ALL, "--save-interval", "1"], 1)
 
     def test_copies_of_another_folder_than_load_are_not_taken(self):
         with pytest.raises(UserError, match="--save S --load S with the same S"):
@@ -163,6 +170,26 @@ class TestTwoRanks:
         self.once((shared_path / "attempt.txt").unlink)
         assert [record["step"] for record in run(ON_TP, 1)] == [1]
         assert_said(f"is not loaded: {shared_path} has nothing of its run", capfd)
+
+    def test_that_of_a_branch_that_began_before_the_newest_checkpoint_is_left_alone(
+        self, run, shared_path, capfd
+    ):
+        """A run has gone on from an older one, and has saved no checkpoint since."""
+        run(ON_TP, 4)
+        run(ON_TP, 5, "--ckpt-step", "2", "--save-interval", "10")
+        self.lose(shared_path, 4)
+        assert [record["step"] for record in run(ON_TP, 6)] == [5, 6]
+        assert_said(f"does not continue {shared_path}/iter_0000004", capfd)
+
+    def test_files_of_ranks_that_a_node_no_longer_has_are_deleted(self, run, shared_path):
+        run(ON_TP, 1)
+        left = self.files(shared_path)[0].parents[1] / "7/iter_0000009_7_local.pt"
+        if Utils.rank == 0:
+            left.parent.mkdir()
+            left.touch()
+        dist.barrier()
+        run(ON_TP, 3)
+        assert not left.exists() and len(self.files(shared_path)) == 2
 
     def test_a_checkpoint_that_is_named_is_loaded(self, run, shared_path):
         run(ON_TP, 3)
@@ -276,7 +303,7 @@ class TestTwoRanks:
         elif Utils.rank == 1:
             os.truncate(file, 1000)
         assert [record["step"] for record in run(ON_TP, 3)] == [3]
-        assert_said("is not loaded: its file is damaged on rank 1: ", capfd)
+        assert_said("is not loaded: its file cannot be read on rank 1: ", capfd)
         assert not made.exists()
 
     def test_one_that_cannot_be_written_leaves_that_before(

@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.loop.checkpoint_saving import Saves
 from examples.mimo.nemotron_vlm.loop.resume_rules import check_resume
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from megatron.core.dist_checkpointing import parallel_manifest, serialization
@@ -95,6 +96,28 @@ def test_halves_of_master_weights_are_not_taken_for_them():
         check_resume(args, saved)
     args.no_load_optim = True
     check_resume(args, saved)
+
+
+def test_a_checkpoint_without_the_optimizers_state_is_refused_in_a_line():
+    args = parse(["--load", "saved"], 1).args
+    args.data_fingerprint = ""
+    saved = Namespace(**vars(args) | {"no_save_optim": True})
+    with pytest.raises(UserError, match="the optimizer's state there; --no-load-optim goes on"):
+        check_resume(args, saved)
+    args.no_load_optim = True
+    check_resume(args, saved)
+
+
+@requires_world_size(1)
+def test_the_last_step_is_saved_and_not_one_before_with_its_state():
+    """An asynchronous save of a step failed; then the run ended at a step with a copy."""
+    Utils.initialize_distributed()
+    made = mock.Mock()
+    saves = Saves(parse(["--save", "saved"], 1).args, made)
+    saves._failed, saves._again, saves._instead = UserError("a"), made.before, made.last
+    with pytest.raises(UserError), saves.all_made():
+        raise SystemExit(0)
+    assert made.mock_calls == [mock.call.last()]
 
 
 @requires_world_size(1)
