@@ -117,9 +117,13 @@ def their_logits(model: NemotronH_Omni_Reasoning_V3) -> torch.Tensor:
     return torch.cat(logits)
 
 
+def their_loss(model: NemotronH_Omni_Reasoning_V3) -> torch.Tensor:
+    """The mean loss of all tokens of the conversations."""
+    labels = torch.cat([ids.roll(-1) for ids, _ in conversations().samples])
+    return F.cross_entropy(their_logits(model).flatten(0, 1), labels)
+
+
 LAYOUT = "--encoder images:tp=2 --encoder sound:dp={0} --language tp={1},cp=2,pp=2,dp=1,ep=2,etp=1"
-
-
 APART = "--placement non-colocated --encoder images:tp=2,dp=1 --encoder sound:dp=1 --language dp=1"
 
 in_layouts = pytest.mark.parametrize(
@@ -171,8 +175,7 @@ def test_gradients_of_conversations_are_theirs(layout, shared_path, record_prope
             return
         like = ("--like", directory.with_name("theirs"), "--out", shared_path / "back")
         convert("megatron-to-hf", shared_path / "gradients", *like)
-        labels = torch.cat([ids.roll(-1) for ids, _ in conversations().samples])
-        F.cross_entropy(their_logits(model).flatten(0, 1), labels).backward()
+        their_loss(model).backward()
         with torch.no_grad():
             for weight in model.parameters():
                 weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad)
@@ -219,11 +222,10 @@ def trained_by_pytorch(model: NemotronH_Omni_Reasoning_V3, args, steps: int) -> 
     ]
     betas = args.adam_beta1, args.adam_beta2
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=betas, eps=args.adam_eps)
-    labels = torch.cat([ids.roll(-1) for ids, _ in conversations().samples])
     records = []
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = F.cross_entropy(their_logits(model).flatten(0, 1), labels)
+        loss = their_loss(model)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(weights.values(), args.clip_grad)
         optimizer.step()

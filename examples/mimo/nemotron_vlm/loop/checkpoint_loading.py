@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import option_of
 from examples.mimo.nemotron_vlm.loop.checkpoint_saving import Saves
-from examples.mimo.nemotron_vlm.loop.local_copies import attempt_of
+from examples.mimo.nemotron_vlm.loop.local_copies import attempt_of, step_of
 from examples.mimo.nemotron_vlm.loop.resume_rules import check_resume
 from examples.mimo.nemotron_vlm.loop.terminal import LAYOUT, beginning, changes, goes_on, say
 from megatron.core.dist_checkpointing import load_common_state_dict
@@ -97,9 +97,8 @@ def _load(
             saved = load_common_state_dict(directory).get("args")
             if goes_on(args, directory):
                 check_resume(args, saved)
-                step = Path(directory).name[5:]
-                left = int(step) if step.isdigit() else 0
-                args.attempts = [(attempt_of(directory, saved), left), *args.attempts]
+                begun = attempt_of(directory, saved), step_of(directory)
+                args.attempts = [begun, *args.attempts]
                 saves.loaded.add(Path(directory).resolve())
             if changes(args, saved, LAYOUT):
                 args.no_load_rng = True

@@ -67,12 +67,13 @@ class LocalCopies:
     """
 
     def __init__(self, args: Namespace) -> None:
-        told = [os.urandom(8).hex(), sha256(str(Path(args.save or "").resolve()).encode())]
-        told[1] = told[1].hexdigest()[:16]
-        dist.broadcast_object_list(told)
-        args.attempts = [(told[0], None)]
+        run = sha256(str(Path(args.save or "").resolve()).encode()).hexdigest()[:16]
+        chosen = [os.urandom(8).hex(), run]
+        dist.broadcast_object_list(chosen)
+        attempt, run = chosen
+        args.attempts = [(attempt, None)]
         self._args = args
-        self._files = _Files(args, told[1]) if args.non_persistent_ckpt_type == "local" else None
+        self._files = _Files(args, run) if args.non_persistent_ckpt_type == "local" else None
 
     def find(self, checkpoint: str | None) -> tuple[str, Namespace] | None:
         """Return the copy that continues the newest checkpoint, None if there is none.
@@ -83,10 +84,10 @@ class LocalCopies:
         Returns:
             A directory of this rank, named for the copy's step, and the arguments in the copy.
         """
-        args, files, name = self._args, self._files, Path(checkpoint or "").name[5:]
+        args, files = self._args, self._files
         if not files or args.finetune or args.ckpt_step:
             return None
-        reached, step = int(name) if name.isdigit() else 0, files.find_latest()
+        reached, step = step_of(checkpoint or ""), files.find_latest()
         of_ranks = [{step for step, *_ in ids} for ids in files.globally_available_ids]
         if step > reached:
             why = self._why_not(checkpoint, reached)
@@ -151,8 +152,8 @@ class LocalCopies:
         except (CheckpointingException, AssertionError, ValueError) as error:
             text = f"the copies in {folder.parent} do not fit this run: {_line(error)}"
             raise UserError(f"{text}; delete {folder.parent}") from error
-        step = int(Path(copy[0]).name[5:])
-        args.attempts = [*left_at(step, copy[1].attempts), *args.attempts]
+        *before, (last, _) = copy[1].attempts
+        args.attempts = [*before, (last, step_of(copy[0])), *args.attempts]
         self._files.state = None
 
     def save(self, save: Callable, iteration: int, *rest, **named) -> None:
@@ -162,7 +163,7 @@ class LocalCopies:
         which it would gather the state on some ranks.
 
         Raises:
-            CheckpointingException: on every rank, if any has not written its file.
+            NotWrittenError: on every rank, if any has not written its file.
         """
         optimizer, context = rest[1], rest[4]
         context["local_checkpoint_manager"] = self._files
@@ -246,9 +247,10 @@ def attempt_of(checkpoint: str, saved: Namespace | None) -> str:
     return noted[-1][0] if noted else str(Path(checkpoint, CONFIG_FNAME).stat().st_mtime_ns)
 
 
-def left_at(step: int, attempts: list[tuple]) -> list[tuple]:
-    """Return attempts, of which the run has left the last one at a step."""
-    return [*attempts[:-1], (attempts[-1][0], step)]
+def step_of(directory: str) -> int:
+    """Return the step of a checkpoint or copy; 0 for one that has none, as ``release``."""
+    name = Path(directory).name[5:]
+    return int(name) if name.isdigit() else 0
 
 
 def _on_all_ranks(function: Callable[[], object]) -> tuple[list, list[str]]:

@@ -340,8 +340,8 @@ def _check_outputs(args: Namespace) -> None:
     log = None if args.log_file == "-" else args.log_file
     files = {"--metrics-out": args.metrics_out, "--report": args.report, "--log-file": log}
     folders = {"--save": args.save, "--tensorboard-dir": args.tensorboard_dir}
-    folders["--non-persistent-local-ckpt-dir"] = args.non_persistent_local_ckpt_dir
-    for option, path in (files | folders).items():
+    of_node = {"--non-persistent-local-ckpt-dir": args.non_persistent_local_ckpt_dir}
+    for option, path in (files | folders | of_node).items():
         try:
             if path:
                 folder = Path(path) if option in folders else Path(path).parent
@@ -350,6 +350,6 @@ def _check_outputs(args: Namespace) -> None:
                 if option in files and Path(path).is_dir():
                     raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
         except OSError as error:
-            rank = args.rank if "local" in option else None  # a disk of its node
+            rank = args.rank if option in of_node else None
             text = f"{option} {path}: cannot write there ({error.strerror})"
             raise UserError(text, rank) from error

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples that are bad or too long: named, and left out, cut or refused, as the options say."""
 
-import contextlib
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.energon.__main__ import main
 from examples.mimo.nemotron_vlm.energon.survey import make_survey
 from tests.e2e.launch import forked, wait_until
+from tests.e2e.test_asynchronous_saves import lives
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     CRUDE,
     ENCODERS,
@@ -177,19 +177,13 @@ class Endless:
         time.sleep(600)
 
 
-def has_ended(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.status() == psutil.STATUS_ZOMBIE
-    return True
-
-
 def test_processes_of_a_survey_that_is_killed_end(tmp_path):
     survey = forked(make_survey, Endless(tmp_path), SimpleNamespace(settings={}), tmp_path, 1)
     wait_until((tmp_path / "reading").exists, 60)
     process = psutil.Process(int((tmp_path / "reading").read_text()))
     survey.kill()
     try:
-        wait_until(lambda: has_ended(process), 10)
+        wait_until(lambda: not lives(process), 10)
     finally:
-        if not has_ended(process):
+        if lives(process):
             process.kill()
