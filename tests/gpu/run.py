@@ -46,6 +46,7 @@ CASES = "tests/gpu"
 PROGRAMS = ("tests/gpu/test_restarts.py", "tests/gpu/test_upstream_scripts.py")
 AHEAD = "tests/gpu/test_rows.py::test_two_gpus_run_ahead"
 IN_16_BITS = "tests/gpu/test_rows.py::test_two_gpus_in_16_bits"
+KERNELS = "tests/gpu/test_recurrence.py"
 UNITS = "tests/unit_tests"
 ELSEWHERE = (f"{UNITS}/ssm", f"{UNITS}/examples/nemotron_vlm/loop/test_rows.py")
 """Unit tests whose place the cases take on two GPUs: of recurrent layers, each length of which
@@ -86,7 +87,8 @@ class Stage:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         launch = launch if self.ranks == 2 else []
         pytest = ["-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
-        others = [path for path in (*PROGRAMS, AHEAD, IN_16_BITS) if path not in self.paths]
+        elsewhere = (*PROGRAMS, AHEAD, IN_16_BITS, KERNELS)
+        others = [path for path in elsewhere if path not in self.paths]
         left_out = [f"--deselect={path}" for path in others]
         left_out += [f"--ignore={path}" for path in ELSEWHERE if UNITS in self.paths]
         rest = ["--record", str(record), *left_out, *self.paths, *arguments]
@@ -109,6 +111,7 @@ def lanes(gpus: int) -> list[list[Stage]]:
         ahead = Stage("cases that run ahead", 2, (AHEAD,))
         found.append([Stage("cases on two GPUs", 2, (CASES,)), ahead])
         found.append([Stage("16-bit cases on two GPUs", 2, (IN_16_BITS,))])
+        found.append([Stage("recurrent kernels on two GPUs", 2, (KERNELS,))])
         found.append([Stage("unit tests on two GPUs", 2, (UNITS,))])
     return found
 
