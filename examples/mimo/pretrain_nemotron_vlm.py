@@ -70,7 +70,11 @@ def main(argv: list[str]) -> int:
         leave_out_compiler()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about packages that Megatron can do without
-            if not on_gpus:
+            if on_gpus:
+                from examples.mimo.common.kernel_choices import keep_choices
+
+                keep_choices()
+            else:
                 from megatron.core import cpu_runtime
 
                 cpu_runtime.install()
