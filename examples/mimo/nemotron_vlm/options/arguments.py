@@ -308,9 +308,11 @@ def _set_experts(args: argparse.Namespace, layouts: Layouts) -> None:
     """
     has_graphs, asked = args.cuda_graph_impl == "local", args.cuda_graph_modules
     # Modules on ranks of their own exchange rows of any length, for which Megatron takes alltoall.
-    is_spread = layouts.non_colocated or layouts.language.ep * layouts.language.etp > 1
+    # With ep, each rank gathers the tokens of all EP ranks: measured with graphs and ep=2 alone.
+    language = layouts.language
+    is_near = not layouts.non_colocated and language.etp == 1 and language.ep <= 1 + has_graphs
     is_fast = args.device == "cuda" and args.bf16 and args.moe_grouped_gemm and not args.fp8
-    is_fast = is_fast and not is_spread
+    is_fast = is_fast and is_near
     if has_graphs:
         others = args.swiglu or args.add_bias_linear or args.recompute_granularity
         is_fast = is_fast and not others and CudaGraphModule.moe_router not in (asked or ())

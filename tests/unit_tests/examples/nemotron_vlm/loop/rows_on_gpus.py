@@ -20,7 +20,6 @@ from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
 from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL
 
 ROUTER_GRAPHS = (*GRAPHS, "--cuda-graph-modules", "attn", "mamba", "moe_router")
-MOE_GRAPHS = (*GRAPHS, "--cuda-graph-modules", "attn", "mamba", "moe")
 ALLTOALL = ("--moe-token-dispatcher-type", "alltoall")
 NO_OVERLAP = ("--no-overlap-grad-reduce", "--no-overlap-param-gather")
 
@@ -98,7 +97,8 @@ ON_TWO_GPUS = [
     Row(2, "bf16", "dp=2", "tp=2", GRAPHS),
     Row(2, "engine", "dp=2", "dp=2,ep=2", ALLGATHER, then=(("dp=2", "dp=2", ()),)),
     Row(2, "bf16", "dp=2", "tp=2,ep=2,etp=1", ALLGATHER),
-    Row(2, "bf16 two digits", "dp=2", "dp=2,ep=2", (*ALLGATHER, *MOE_GRAPHS)),
+    Row(2, "bf16 two digits", "dp=2", "dp=2,ep=2", GRAPHS),
+    Row(2, "bf16 two digits", "dp=2", "tp=2,ep=2,etp=1", GRAPHS),
 ]
 
 AHEAD = [

@@ -69,16 +69,20 @@ def test_with_cuda_graphs_the_encoder_is_in_the_bubbles_by_default(options, sche
         ("--bf16 --moe-token-dispatcher-type alltoall", "alltoall"),
         ("--bf16 --language ep=2", "alltoall"),
         (f"--bf16 {GRAPHS}", "allgather"),
+        (f"--bf16 {GRAPHS} --language ep=2", "allgather"),
+        (f"--bf16 {GRAPHS} --language tp=2,ep=2,etp=1", "allgather"),
+        (f"--bf16 {GRAPHS} --language ep=4", "alltoall"),
+        (f"--bf16 {GRAPHS} --language tp=2,ep=2,etp=2", "alltoall"),
         (f"--bf16 {GRAPHS} --cuda-graph-modules attn moe_router", "alltoall"),
         (f"--bf16 {GRAPHS} --no-squared-relu --swiglu", "alltoall"),
         ("--fp16", "alltoall"),
-        ("--bf16 --placement non-colocated", "alltoall"),
+        ("--bf16 --placement non-colocated --language dp=2", "alltoall"),
     ],
 )
 def test_token_counts_stay_on_the_device_where_it_is_faster(options, dispatcher, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     line = f"--device cuda --data mock --moe-grouped-gemm {options}"
-    assert parsed(line, 2).args.moe_token_dispatcher_type == dispatcher
+    assert parsed(line, 4).args.moe_token_dispatcher_type == dispatcher
 
 
 @pytest.mark.parametrize(
