@@ -48,9 +48,12 @@ AHEAD = "tests/gpu/test_rows.py::test_two_gpus_run_ahead"
 IN_16_BITS = "tests/gpu/test_rows.py::test_two_gpus_in_16_bits"
 KERNELS = "tests/gpu/test_recurrence.py"
 UNITS = "tests/unit_tests"
-ELSEWHERE = (f"{UNITS}/ssm", f"{UNITS}/examples/nemotron_vlm/loop/test_rows.py")
+LOOP = f"{UNITS}/examples/nemotron_vlm/loop"
+REPLACED = (f"{UNITS}/ssm", f"{LOOP}/test_rows.py")
 """Unit tests whose place the cases take on two GPUs: of recurrent layers, each length of which
 compiles Triton's kernels anew (`test_recurrence.py` has fewer), and the rows of CPU ranks."""
+LEFT_OUT = {UNITS: (*REPLACED, LOOP), LOOP: REPLACED}
+"""Folders and files that the stage of a folder leaves out."""
 
 UNITS_OF_ONE = ("checkpoint/test_convert.py", "checkpoint/test_omni.py", "ssm")
 UNITS_OF_ONE += ("tensor_parallel/test_weight_gradient.py",)
@@ -90,7 +93,7 @@ class Stage:
         elsewhere = (*PROGRAMS, AHEAD, IN_16_BITS, KERNELS)
         others = [path for path in elsewhere if path not in self.paths]
         left_out = [f"--deselect={path}" for path in others]
-        left_out += [f"--ignore={path}" for path in ELSEWHERE if UNITS in self.paths]
+        left_out += [f"--ignore={path}" for path in LEFT_OUT.get(self.paths[0], ())]
         rest = ["--record", str(record), *left_out, *self.paths, *arguments]
         return [sys.executable, "-W", "ignore", *launch, *pytest, *rest]
 
@@ -113,6 +116,7 @@ def lanes(gpus: int) -> list[list[Stage]]:
         found.append([Stage("16-bit cases on two GPUs", 2, (IN_16_BITS,))])
         found.append([Stage("recurrent kernels on two GPUs", 2, (KERNELS,))])
         found.append([Stage("unit tests on two GPUs", 2, (UNITS,))])
+        found.append([Stage("unit tests of the loop on two GPUs", 2, (LOOP,))])
     return found
 
 
