@@ -137,7 +137,7 @@ def _language_config(args: Namespace) -> TransformerConfig:
         raise ValueError(
             "--cuda-graph-modules moe needs token counts that stay on the device: --bf16 "
             "--moe-token-dispatcher-type allgather --moe-grouped-gemm, and experts without biases, "
-            "gated units, FP8 and recompute"
+            "gated units and recompute"
         )
     return config
 

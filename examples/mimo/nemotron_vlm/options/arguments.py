@@ -33,12 +33,9 @@ from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
     check_encoder_schedule,
     set_encoder_schedule,
 )
-from examples.mimo.nemotron_vlm.model.model import VLMConfigs, make_configs
-from examples.mimo.nemotron_vlm.model.part_settings import (
-    PartSettings,
-    by_encoder,
-    part_settings,
-)
+from examples.mimo.nemotron_vlm.model.model import VLMConfigs, make_configs, parts_in_fp8
+from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE as LANGUAGE_PART
+from examples.mimo.nemotron_vlm.model.part_settings import PartSettings, by_encoder, part_settings
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.config_file import as_yaml, with_config
 from examples.mimo.nemotron_vlm.options.defaults import defaults, saves_asynchronously
@@ -294,13 +291,13 @@ def _set_layout(args: argparse.Namespace, preset: VLMPreset, layouts: Layouts) -
         for axis, option in SIZES[module].items():
             setattr(args, option, getattr(layout, axis))
     args.sequence_parallel = layouts.language.sequence_parallel
-    _set_experts(args, layouts)
+    _set_experts(args, preset, layouts)
     uneven = args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
     if "|" not in args.hybrid_layer_pattern and not uneven:
         args.hybrid_layer_pattern = staged_pattern(args.hybrid_layer_pattern, layouts.language)
 
 
-def _set_experts(args: argparse.Namespace, layouts: Layouts) -> None:
+def _set_experts(args: argparse.Namespace, preset: VLMPreset, layouts: Layouts) -> None:
     """Choose how tokens reach their experts and what CUDA graphs have of MoE layers, if not given.
 
     Where it was measured to be faster, token counts stay on the device, and graphs have whole MoE
@@ -311,8 +308,8 @@ def _set_experts(args: argparse.Namespace, layouts: Layouts) -> None:
     # With ep, each rank gathers the tokens of all EP ranks: measured with graphs and ep=2 alone.
     language = layouts.language
     is_near = not layouts.non_colocated and language.etp == 1 and language.ep <= 1 + has_graphs
-    is_fast = args.device == "cuda" and args.bf16 and args.moe_grouped_gemm and not args.fp8
-    is_fast = is_fast and is_near
+    is_fast = args.device == "cuda" and args.bf16 and args.moe_grouped_gemm and is_near
+    is_fast = is_fast and LANGUAGE_PART not in parts_in_fp8(args, preset)
     if has_graphs:
         others = args.swiglu or args.add_bias_linear or args.recompute_granularity
         is_fast = is_fast and not others and CudaGraphModule.moe_router not in (asked or ())

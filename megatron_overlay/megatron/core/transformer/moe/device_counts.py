@@ -21,8 +21,8 @@ def counts_stay_on_device(config: TransformerConfig) -> bool:
     """Return whether MoE layers of this configuration keep token counts on the device.
 
     They do with the all-gather dispatcher and ``moe_grouped_gemm``, for experts that grouped GEMMs
-    of PyTorch compute: without biases, gates, quantization, and recompute or offloading within
-    experts. Other configurations have upstream's dispatchers.
+    of PyTorch compute: without biases, gates, and recompute or offloading within experts. With
+    ``fp8`` these GEMMs stay in 16 bits. Other configurations have upstream's dispatchers.
     """
     in_experts = config.fine_grained_activation_offloading or (
         config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
@@ -33,7 +33,7 @@ def counts_stay_on_device(config: TransformerConfig) -> bool:
         and hasattr(F, "grouped_mm")
         and config.moe_expert_capacity_factor is None
         and not (config.add_bias_linear or config.gated_linear_unit)
-        and not (config.fp8 or config.fp4 or config.quant_recipe)
+        and not (config.fp4 or config.quant_recipe)
         and not (in_experts or config.use_transformer_engine_op_fuser)
     )
 

@@ -10,6 +10,8 @@ from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, THREE_PHAS
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from megatron.core.transformer import transformer_config
 from tests.unit_tests.examples.nemotron_vlm.options.test_stock_options import (
+    ENGINE,
+    FP8,
     GRAPHS,
     NO_CHECK,
     parsed,
@@ -76,11 +78,15 @@ def test_with_cuda_graphs_the_encoder_is_in_the_bubbles_by_default(options, sche
         (f"--bf16 {GRAPHS} --cuda-graph-modules attn moe_router", "alltoall"),
         (f"--bf16 {GRAPHS} --no-squared-relu --swiglu", "alltoall"),
         ("--fp16", "alltoall"),
+        (f"{ENGINE} {FP8}", "alltoall"),
+        (f"{ENGINE} {FP8} --fp8-parts encoder", "allgather"),
+        (f"{FP8} {GRAPHS} --moe-token-dispatcher-type allgather", "allgather"),
         ("--bf16 --placement non-colocated --language dp=2", "alltoall"),
     ],
 )
 def test_token_counts_stay_on_the_device_where_it_is_faster(options, dispatcher, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda _: True)
     line = f"--device cuda --data mock --moe-grouped-gemm {options}"
     assert parsed(line, 4).args.moe_token_dispatcher_type == dispatcher
 
@@ -121,6 +127,9 @@ def test_graphs_of_routers_have_the_preparation_of_the_dispatch(modules, capture
     [
         ("--bf16 --moe-token-dispatcher-type allgather", True),
         ("--bf16", True),
+        (f"{FP8} --fp8-parts encoder", True),
+        (f"{FP8} --moe-token-dispatcher-type allgather", True),
+        (FP8, False),
         ("--bf16 --moe-token-dispatcher-type alltoall", False),
         ("--moe-token-dispatcher-type allgather", False),
         ("--bf16 --moe-token-dispatcher-type allgather --no-squared-relu --swiglu", False),
@@ -135,6 +144,7 @@ def test_cuda_graphs_have_whole_moe_layers_whose_counts_stay_on_the_device(
     options, is_taken, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda _: True)
     line = f"{GRAPHS} --data mock --moe-grouped-gemm --cuda-graph-modules attn moe {options}"
     if is_taken:
         found = parse(line.split(), world_size=1).configs.language
@@ -148,7 +158,7 @@ def test_cuda_graphs_have_whole_moe_layers_whose_counts_stay_on_the_device(
 def test_no_weights_in_fp8_are_kept_for_the_graphs_of_other_microbatches(pp, is_kept, monkeypatch):
     """With a pipeline each microbatch has graphs of its own, whose weights would grow old."""
     monkeypatch.setattr(transformer_config, "is_te_min_version", lambda _: True)
-    line = f"{GRAPHS} --bf16 --fp8-format hybrid --fp8-recipe tensorwise --language pp={pp}"
+    line = f"{GRAPHS} {FP8} --language pp={pp}"
     assert parsed(line, 2).configs.language.disable_parameter_transpose_cache is not is_kept
 
 
