@@ -4,6 +4,7 @@
 
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 
 Interval = tuple[float, float]
@@ -15,19 +16,25 @@ RANGES = {"bridge": "mimo bridge", "optimizer": "Optimizer.step"}
 """Prefixes of the names of ranges whose share of the time is computed."""
 
 
-def read(path: Path) -> dict[str, float]:
+LARGEST = 20
+"""Kernels that are named, those that take longest."""
+
+
+def read(path: Path) -> dict[str, float | dict[str, float]]:
     """Read the `shares` of a trace, a gzipped file in Chrome's JSON format."""
     with gzip.open(path, "rt") as file:
         return shares(json.load(file)["traceEvents"])
 
 
-def shares(events: list[dict]) -> dict[str, float]:
+def shares(events: list[dict]) -> dict[str, float | dict[str, float]]:
     """Compute shares of the profiled time from a trace's events; empty if no GPU worked.
 
     total: the profiled time itself, in the trace's unit: µs where PyTorch wrote it.
     idle: nothing runs and nothing is copied: launch gaps and waits for the host.
     exposed: NCCL's kernels run, and nothing else does.
     bridge, optimizer: time from the first kernel of such a range to its last.
+    kernels: those that take longest, by the first 80 characters of their name; several may run at
+    once.
     """
     spans = [event for event in events if event.get("ph") == "X"]
     work = [event for event in spans if event.get("cat") in WORK]
@@ -45,7 +52,11 @@ def shares(events: list[dict]) -> dict[str, float]:
     found = {"total": total, "idle": 1.0 - length(work), "exposed": length(work) - length(computed)}
     for name, prefix in RANGES.items():
         found[name] = length([event for event in ranges if event["name"].startswith(prefix)])
-    return found
+    taken: Counter[str] = Counter()
+    for event in work:
+        taken[event["name"][:80]] += event["dur"]
+    kernels = {name: round(time / total, 4) for name, time in taken.most_common(LARGEST)}
+    return found | {"kernels": kernels}
 
 
 def span(event: dict) -> Interval:

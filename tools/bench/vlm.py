@@ -132,7 +132,7 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
         # save there is no step.
         "save_gb": saved[0] if saved else None,
         "pause_s_per_gb": sum(r["pause_s"] for r in records) / sum(saved[:-1]) if saved else None,
-        **{name: trace.get(name) for name in ("exposed", "bridge", "optimizer")},
+        **{name: trace.get(name) for name in ("exposed", "bridge", "optimizer", "kernels")},
     }
 
 
@@ -176,7 +176,7 @@ def measured_upstream(run: dict, arguments: list[str], ours: dict) -> dict[str, 
         "tokens_per_s_per_gpu": ours["tokens_per_s_per_gpu"] * scale,
         "tflops_per_gpu": ours["tflops_per_gpu"] * scale,
         "peak_memory_gib": max(rank[-1]["peak_memory_gib"] for rank in steps),
-        **dict.fromkeys(("data_wait", "idle", "exposed", "bridge", "optimizer")),
+        **dict.fromkeys(("data_wait", "idle", "exposed", "bridge", "optimizer", "kernels")),
     }
 
 
