@@ -2,27 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole run on one rank: arguments, groups, Megatron's ``pretrain``, and the report."""
 
-import contextlib
 import functools
 import io
-import logging
 import os
 import signal
 import sys
-import tempfile
-import time
-import traceback
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from errno import EISDIR
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -37,6 +30,13 @@ from examples.mimo.nemotron_vlm.loop.asking import ask_command
 from examples.mimo.nemotron_vlm.loop.checkpoint_loading import check_inputs, safe_loading
 from examples.mimo.nemotron_vlm.loop.forward_step import answers, forward_step
 from examples.mimo.nemotron_vlm.loop.metrics import Record, observed, read_metrics
+from examples.mimo.nemotron_vlm.loop.outputs import (
+    Log,
+    check_outputs,
+    directory,
+    log_file,
+    output_to,
+)
 from examples.mimo.nemotron_vlm.loop.terminal import beginning, ending, say, tell
 from examples.mimo.nemotron_vlm.model.builder import VLMBuildConfig
 from examples.mimo.nemotron_vlm.model.model import placed
@@ -108,7 +108,7 @@ def run(argv: list[str]) -> None:
     if own.device == "cuda" and not asks_only and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch finds no GPU here; --device cpu trains without one")
     # Megatron prints all arguments: not before the checks, whose refusal that would hide.
-    with _output_to(sys.stdout if "--help" in argv else io.StringIO()) as early:
+    with output_to(sys.stdout if "--help" in argv else io.StringIO()) as early:
         if asks_only or own.language == PLANNED:
             # PyTorch's fake process groups come with its test tools, which are slow to import.
             from examples.mimo.nemotron_vlm.loop.dry_run import dry_run, plan, planned
@@ -126,13 +126,13 @@ def run(argv: list[str]) -> None:
                 f"--transformer-impl {args.transformer_impl}: Transformer Engine is not installed; "
                 "local takes Megatron's own layers"
             )
-        _check_outputs(args)
+        check_outputs(args)
         check_inputs(args)
         source = make_source(args, options.preset)
         _say_left_out(source, args)
         session = open_session(options, source)
-    log = _log_file(args)
-    with Log(log) if log else nullcontext(sys.stdout) as file, _output_to(file):
+    log = log_file(args)
+    with Log(log) if log else nullcontext(sys.stdout) as file, output_to(file):
         print(early.getvalue(), end="", flush=True)
         lay = options.layouts
         say(
@@ -223,8 +223,8 @@ def train(session: Session, note: Callable[[Record], object] | None = None) -> N
     @functools.wraps(data)
     def provider(*sizes, **named):
         # Megatron asks once a checkpoint is loaded: a run refused there keeps the last run's file.
-        if (directory := _directory(args)) and args.rank == 0:
-            write_config(directory / "config.yaml", session.options.config)
+        if (folder := directory(args)) and args.rank == 0:
+            write_config(folder / "config.yaml", session.options.config)
         return data(*sizes, **named)
 
     with observed(args, loading, note), safe_loading(args):
@@ -281,75 +281,3 @@ def _say_left_out(source: SampleSource, args: Namespace) -> None:
         if found:
             counts = ", ".join(f"{count} {reason}" for reason, count in found.items())
             say(f"--data {args.data}: {split} leaves out {counts}; see its survey", args)
-
-
-class Log(io.TextIOWrapper):
-    """A log to which lines are appended; what a full disk does not take is lost."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path.open("ab"), line_buffering=True)
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            super().write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            super().flush()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            super().close()
-
-
-def _log_file(args: Namespace) -> Path | None:
-    """Return the file of this run's output, which all ranks share; collective."""
-    if args.log_file or not args.metrics_out:
-        return Path(args.log_file) if args.log_file not in (None, "-") else None
-    begun = [time.strftime("%Y-%m-%d-%H%M%S")]
-    dist.broadcast_object_list(begun)
-    return args.metrics_out.with_name(f"log-{begun[0]}.txt")
-
-
-@contextmanager
-def _output_to(file: TextIO) -> Iterator[TextIO]:
-    """Append what Megatron prints, logs and warns of to a file, and the traceback of an error."""
-    with redirect_stdout(file):
-        rank = os.environ.get("RANK", "0")  # all ranks and their loading processes have one file
-        form = f"%(levelname)s:rank {rank}:%(name)s:%(message)s"
-        logging.basicConfig(stream=file, force=True, format=form)
-        logging.captureWarnings(True)
-        try:
-            yield file
-        except Exception:
-            if file is not sys.__stdout__:
-                traceback.print_exc(file=file)
-            raise
-        finally:
-            logging.captureWarnings(False)
-            logging.basicConfig(force=True)
-
-
-def _directory(args: Namespace) -> Path | None:
-    """Return the directory that tells of the run: the metrics', or the checkpoints'."""
-    return args.metrics_out.parent if args.metrics_out else args.save and Path(args.save)
-
-
-def _check_outputs(args: Namespace) -> None:
-    log = None if args.log_file == "-" else args.log_file
-    files = {"--metrics-out": args.metrics_out, "--report": args.report, "--log-file": log}
-    folders = {"--save": args.save, "--tensorboard-dir": args.tensorboard_dir}
-    of_node = {"--non-persistent-local-ckpt-dir": args.non_persistent_local_ckpt_dir}
-    for option, path in (files | folders | of_node).items():
-        try:
-            if path:
-                folder = Path(path) if option in folders else Path(path).parent
-                folder.mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryFile(dir=folder).close()
-                if option in files and Path(path).is_dir():
-                    raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
-        except OSError as error:
-            rank = args.rank if option in of_node else None
-            text = f"{option} {path}: cannot write there ({error.strerror})"
-            raise UserError(text, rank) from error

@@ -35,7 +35,8 @@ from examples.mimo.nemotron_vlm.loop.forward_step import (
     run_microbatch,
 )
 from examples.mimo.nemotron_vlm.loop.metrics import MetricsWriter, observed, read_metrics
-from examples.mimo.nemotron_vlm.loop.run import Log, train
+from examples.mimo.nemotron_vlm.loop.outputs import Log
+from examples.mimo.nemotron_vlm.loop.run import train
 from examples.mimo.nemotron_vlm.loop.terminal import beginning, ending
 from examples.mimo.pretrain_nemotron_vlm import ALONE
 from megatron.core.models.mimo.model.base import MimoModel
