@@ -28,7 +28,7 @@ from examples.mimo.nemotron_vlm.planner.parameters import (
 )
 from examples.mimo.nemotron_vlm.planner.picture import describe as describe_ranks
 from examples.mimo.nemotron_vlm.planner.picture import draw
-from examples.mimo.nemotron_vlm.planner.plan import plan_of, state_of, words_among
+from examples.mimo.nemotron_vlm.planner.plan import plan_of, split_words, state_of
 from examples.mimo.nemotron_vlm.planner.report import (
     DECIDED,
     as_data,
@@ -134,7 +134,7 @@ def _fastest(argv: list[str], own: Namespace, ranks: int) -> tuple[Task, Found]:
         micro_sizes=(1,) if args.pack else MICRO_SIZES,
         state=state_of(args, machine.precision == 2),
         frozen=options.parts.frozen,
-        given=tuple(words_among(options.words, DECIDED, but=True)),
+        given=tuple(split_words(options.words, DECIDED)[1]),
     )
     return task, search(task)
 
