@@ -184,6 +184,11 @@ def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:
         default("global_batch_size", _batch_sizes(args)[0])
         if args.train_iters:
             default("lr_decay_iters", batches_of_first_size(args))
+    if args.train_samples is not None and args.train_samples < args.global_batch_size:
+        raise UserError(
+            f"--train-samples {args.train_samples} must be {args.global_batch_size} or more, "
+            "the samples of a step"
+        )
     steps = args.lr_decay_iters or args.train_iters
     if steps and args.lr_warmup_iters >= steps:
         raise UserError(f"--lr-warmup-iters {args.lr_warmup_iters} must be less than {steps} steps")
