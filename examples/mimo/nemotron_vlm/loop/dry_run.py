@@ -117,6 +117,11 @@ def _fastest(argv: list[str], own: Namespace, ranks: int) -> tuple[Task, Found]:
     alone = ["--placement", COLOCATED, "--encoder-schedule", THREE_PHASES]
     alone += ["--micro-batch-size", "1", "--language="]
     options = parse([*argv, *alone], 1)
+    given = {word.split("=")[0]: None for word in options.words if word.startswith("--recompute-")}
+    if given and own.language == PLANNED:
+        raise UserError(
+            f"--language planned chooses what is recomputed: leave out {', '.join(given)}"
+        )
     args, preset = options.args, options.preset
     is_chosen = "--placement" in own.given
     inputs = inputs_of(args, preset)
