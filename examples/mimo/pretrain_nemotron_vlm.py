@@ -24,7 +24,8 @@ from examples.mimo.nemotron_vlm.options.environment import at_start, uses_gpus  
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # any free port
-"""The environment of a single process started without torchrun."""
+ALONE |= {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # an agent's store has a port of its own
+"""The environment of a single process that meets no others, also where an agent started it."""
 
 GPU_KERNELS = ("apex", "causal_conv1d", "deep_ep", "fla", "flash_attn", "mamba_ssm")
 GPU_KERNELS += ("transformer_engine", "transformer_engine_torch")

@@ -177,6 +177,13 @@ class TestProgram:
         names = [word.partition("=")[0] for word in words if word.startswith("--")]
         assert names.count("--micro-batch-size") == 1 and not {"--plan", "--config"} & set(names)
 
+    def test_leaves_no_recompute_to_the_options(self, tmp_path):
+        file = tmp_path / "run.yaml"
+        file.write_text("recompute-granularity: selective\n")
+        line = f"--language planned --recompute-encoder=2 --config {file}".split()
+        with pytest.raises(UserError, match="out --recompute-granularity, --recompute-encoder$"):
+            planned(line, own_options([*line, "--dry-run", "2"]), 2)
+
     @pytest.mark.parametrize("more", ["", f"--pack --placement {NON_COLOCATED}"])
     def test_is_run_by_ranks_whose_layouts_are_planned(self, more, monkeypatch):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

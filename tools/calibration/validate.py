@@ -19,7 +19,7 @@ from examples.mimo.nemotron_vlm.options.arguments import parse
 from examples.mimo.nemotron_vlm.planner.inputs import Inputs
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
-from examples.mimo.nemotron_vlm.planner.plan import Plan, plan_of, words_among
+from examples.mimo.nemotron_vlm.planner.plan import Plan, plan_of, split_words
 from examples.mimo.nemotron_vlm.planner.step_time import step_time
 
 DECIDE = """--device --bf16 --model --num-layers --hybrid-layer-pattern --num-experts --vocab-size
@@ -72,7 +72,7 @@ def planned(words: list[str], ranks: int) -> Plan:
     """Return the plan of a command line, on any host; ``--data digits:N`` has N tiles a sample."""
     pairs = list(zip(words, words[1:], strict=False))
     asked = ["--dry-run", str(ranks), "--encoder-macro-batch", "1"]  # once its default on GPUs
-    asked += words_among(words, DECIDE)
+    asked += split_words(words, DECIDE)[0]
     with redirect_stdout(None):  # Megatron prints its arguments
         plan = plan_of(parse(asked, ranks))
     of_data = [value.partition(":")[2] for name, value in pairs if name == "--data"]

@@ -24,6 +24,7 @@ from examples.mimo.nemotron_vlm.loop.checkpoint_saving import Saves
 from examples.mimo.nemotron_vlm.loop.local_copies import attempt_of, step_of
 from examples.mimo.nemotron_vlm.loop.resume_rules import check_resume
 from examples.mimo.nemotron_vlm.loop.terminal import LAYOUT, beginning, changes, goes_on, say
+from examples.mimo.nemotron_vlm.options.value_rules import saves_into
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.parallel_manifest import verify_manifest
@@ -145,8 +146,7 @@ def check_inputs(args: Namespace) -> None:
     """Refuse a folder without a checkpoint, but not one in which this run will save its own."""
     for name in ("load", "pretrained_checkpoint"):
         path = getattr(args, name)
-        is_own = path and args.save and Path(path).resolve() == Path(args.save).resolve()
-        if path and not is_own and not _tracker(path).is_file():
+        if path and not saves_into(args, path) and not _tracker(path).is_file():
             raise UserError(f"{option_of(name)} {path}: no checkpoint there")
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks, one_line
 from examples.mimo.nemotron_vlm.loop.local_copies import LocalCopies, NotWrittenError
 from examples.mimo.nemotron_vlm.loop.terminal import say
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -102,7 +103,7 @@ class Saves:
         asks_again = get_rerun_state_machine().state is RerunState.WILL_RERUN_FROM_CHECKPOINT
         if directory == self._made and not asks_again:
             return
-        if errors := _errors_of_all_ranks(directory):
+        if errors := on_all_ranks(partial(_try_to_write, directory))[1]:
             with contextlib.suppress(OSError):
                 directory.rmdir()  # unless an earlier run has saved there
             self._note(directory, errors[0])
@@ -167,27 +168,19 @@ def _go_on(timer: str) -> None:
     get_timers()("interval-time", log_level=0).start(barrier=True)
 
 
-def _errors_of_all_ranks(directory: Path) -> list[str]:
-    """Make the directory, and try to write there; collective. Return what failed on any rank."""
-    error = None
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory) as file:
-            file.write(PROBE)
-    except OSError as raised:
-        error = f"rank {dist.get_rank()}: {raised}"
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, error)
-    return [each for each in everywhere if each]
+def _try_to_write(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.write(PROBE)
 
 
 def _cause(error: CheckpointException | CheckpointingException) -> str:
     """Return the reason; collective, as PyTorch tells it to the first rank alone."""
     no_result = "results_queue should not be empty"
-    said = [" ".join(str(error).split())[:300]]
+    said = [one_line(error)]
     if isinstance(error, CheckpointException):
         for rank, (cause, _) in list(error.failures.items())[:1]:
-            text = " ".join(str(cause).split())[:300]
+            text = one_line(cause)
             said = [f"rank {rank}: {text.replace(no_result, 'its writing process has ended')}"]
         dist.broadcast_object_list(said)
     return said[0]

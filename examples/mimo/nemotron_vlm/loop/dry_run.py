@@ -28,7 +28,7 @@ from examples.mimo.nemotron_vlm.planner.parameters import (
 )
 from examples.mimo.nemotron_vlm.planner.picture import describe as describe_ranks
 from examples.mimo.nemotron_vlm.planner.picture import draw
-from examples.mimo.nemotron_vlm.planner.plan import plan_of, state_of, words_among
+from examples.mimo.nemotron_vlm.planner.plan import plan_of, split_words, state_of
 from examples.mimo.nemotron_vlm.planner.report import (
     DECIDED,
     as_data,
@@ -117,6 +117,11 @@ def _fastest(argv: list[str], own: Namespace, ranks: int) -> tuple[Task, Found]:
     alone = ["--placement", COLOCATED, "--encoder-schedule", THREE_PHASES]
     alone += ["--micro-batch-size", "1", "--language="]
     options = parse([*argv, *alone], 1)
+    given = {word.split("=")[0]: None for word in options.words if word.startswith("--recompute-")}
+    if given and own.language == PLANNED:
+        raise UserError(
+            f"--language planned chooses what is recomputed: leave out {', '.join(given)}"
+        )
     args, preset = options.args, options.preset
     is_chosen = "--placement" in own.given
     inputs = inputs_of(args, preset)
@@ -134,7 +139,7 @@ def _fastest(argv: list[str], own: Namespace, ranks: int) -> tuple[Task, Found]:
         micro_sizes=(1,) if args.pack else MICRO_SIZES,
         state=state_of(args, machine.precision == 2),
         frozen=options.parts.frozen,
-        given=tuple(words_among(options.words, DECIDED, but=True)),
+        given=tuple(split_words(options.words, DECIDED)[1]),
     )
     return task, search(task)
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks, one_line
 from examples.mimo.nemotron_vlm.loop.resume_rules import check_resume
 from examples.mimo.nemotron_vlm.loop.terminal import LAYOUT, OTHERS, changes, say
 from megatron.core.dist_checkpointing import load_common_state_dict
@@ -104,7 +105,7 @@ class LocalCopies:
 
     def _why_not(self, checkpoint: str | None, reached: int) -> str | None:
         """Read the newest copy; return why no rank may go on from its own, None if all may."""
-        found, errors = _on_all_ranks(lambda: self._read(checkpoint, reached))
+        found, errors = on_all_ranks(lambda: self._read(checkpoint, reached))
         if errors:
             return f"its file cannot be read on {errors[0]}"
         if any(attempts != found[0][0] for attempts, _ in found):
@@ -150,7 +151,7 @@ class LocalCopies:
             with replaced(args, load=str(folder), pretrained_checkpoint=None):
                 yield
         except (CheckpointingException, AssertionError, ValueError) as error:
-            text = f"the copies in {folder.parent} do not fit this run: {_line(error)}"
+            text = f"the copies in {folder.parent} do not fit this run: {one_line(error)}"
             raise UserError(f"{text}; delete {folder.parent}") from error
         *before, (last, _) = copy[1].attempts
         args.attempts = [*before, (last, step_of(copy[0])), *args.attempts]
@@ -210,7 +211,7 @@ class _Files(LocalCheckpointManager):
         def take() -> None:  # without validation, which would be collective
             found.append(self.state.to_state_dict(asked, validate_access_integrity=False))
 
-        if errors := _on_all_ranks(take)[1]:
+        if errors := on_all_ranks(take)[1]:
             raise CheckpointingException(errors[0])
         return found[0]
 
@@ -219,7 +220,7 @@ class _Files(LocalCheckpointManager):
     ) -> None:
         """Write this rank's file, and delete older ones once all ranks have theirs; also those of
         ranks that this node no longer has."""
-        _, errors = _on_all_ranks(lambda: self._write(state, iteration))
+        _, errors = on_all_ranks(lambda: self._write(state, iteration))
         folders = [self.local_ckpt_dir] if errors else list(self.local_ckpt_dir.parent.iterdir())
         for folder in folders:
             for path in folder.glob(self._filename_from_template("*", "*", "*")):
@@ -251,19 +252,3 @@ def step_of(directory: str) -> int:
     """Return the step of a checkpoint or copy; 0 for one that has none, as ``release``."""
     name = Path(directory).name[5:]
     return int(name) if name.isdigit() else 0
-
-
-def _on_all_ranks(function: Callable[[], object]) -> tuple[list, list[str]]:
-    """Call a function on all ranks; return what each has returned, and the errors of any."""
-    result, error = None, None
-    try:
-        result = function()
-    except Exception as raised:  # whatever is in a damaged file
-        error = f"rank {dist.get_rank()}: {_line(raised)}"
-    everywhere: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (result, error))
-    return [value for value, _ in everywhere], [error for _, error in everywhere if error]
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

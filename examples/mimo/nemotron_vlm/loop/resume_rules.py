@@ -54,21 +54,17 @@ def check_resume(args: Namespace, saved: Namespace | None) -> None:
             f"--load {args.load}: another model was saved there ({model}); give what was given "
             "then, or --finetune, which takes the weights if all fit, and begins anew"
         )
-    state = _changes(args, saved, STATE)
-    if state and not args.no_load_optim:
+    why = None
+    if state := _changes(args, saved, STATE):
+        why = f"has another form ({state}): give what was given then"
+    elif getattr(saved, "no_save_optim", False):
+        why = "was left out by --no-save-optim"
+    elif _has_half_weights(saved):
+        why = "has half of each master weight, from an earlier version"
+    if why and not args.no_load_optim:
         raise UserError(
-            f"--load {args.load}: the optimizer's state there has another form ({state}); give "
-            "what was given then, or --no-load-optim, which goes on with a new optimizer"
-        )
-    if getattr(saved, "no_save_optim", False) and not args.no_load_optim:
-        raise UserError(
-            f"--load {args.load}: --no-save-optim left out the optimizer's state there; "
-            "--no-load-optim goes on with a new optimizer"
-        )
-    if _has_half_weights(saved) and not args.no_load_optim:
-        raise UserError(
-            f"--load {args.load}: an earlier version saved half of each master weight there; "
-            "--no-load-optim goes on with a new optimizer"
+            f"--load {args.load}: the optimizer's state there {why}; --no-load-optim goes on with "
+            "a new optimizer"
         )
     given = [bool(getattr(args, name)) for name in OF_PARTS]
     if args.use_checkpoint_opt_param_scheduler and given != [

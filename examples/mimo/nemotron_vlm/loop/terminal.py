@@ -8,6 +8,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from examples.mimo.nemotron_vlm.options.value_rules import saves_into
+
 RATES = ("lr", "min_lr", "encoder_lr", "projector_lr", "lr_decay_style", "lr_decay_iters")
 RATES += ("lr_wsd_decay_iters", "lr_wsd_decay_style", "lr_warmup_iters", "lr_warmup_fraction")
 RATES += ("lr_warmup_init", "train_iters", "weight_decay", "weight_decay_incr_style")
@@ -106,6 +108,6 @@ def ending(args: Namespace, records: Sequence[dict], log: Path | None) -> str:
     said += [f"{name}: {Path(path).absolute()}" for name, path in places.items() if path]
     if records and "eval_accuracy" in records[-1]:
         said.append(f"held-out accuracy: {records[-1]['eval_accuracy']:.1%}")
-    if args.save and args.load == args.save:
+    if saves_into(args, args.load):
         said.append("next: the same command with a larger --train-iters goes on from here")
     return "\n".join(said)

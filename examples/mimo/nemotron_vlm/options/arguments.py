@@ -7,7 +7,6 @@ Bad input is refused here, before any process group is made, with the same messa
 
 import argparse
 import logging
-import math
 import os
 import re
 import traceback
@@ -40,13 +39,12 @@ from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.config_file import as_yaml, with_config
 from examples.mimo.nemotron_vlm.options.defaults import defaults, saves_asynchronously
 from examples.mimo.nemotron_vlm.options.environment import at_start
+from examples.mimo.nemotron_vlm.options.fp8_rules import check_fp8
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
 from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options, preset_of
 from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
 from examples.mimo.nemotron_vlm.options.value_rules import check_values
-from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.transformer.enums import CudaGraphModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
@@ -115,7 +113,7 @@ def parse(
         refuse(args)  # what Megatron set by deprecated options
         _check_evaluation(args, preset, layouts)
         configs = make_configs(args, preset, layouts)
-        _check_tokens(args, layouts.language, configs.language)
+        check_fp8(args, preset, layouts, configs)
     return Options(args, preset, layouts, configs, parts, words, config)
 
 
@@ -181,6 +179,11 @@ def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:
         default("global_batch_size", _batch_sizes(args)[0])
         if args.train_iters:
             default("lr_decay_iters", batches_of_first_size(args))
+    if args.train_samples is not None and args.train_samples < args.global_batch_size:
+        raise UserError(
+            f"--train-samples {args.train_samples} must be {args.global_batch_size} or more, "
+            "the samples of a step"
+        )
     steps = args.lr_decay_iters or args.train_iters
     if steps and args.lr_warmup_iters >= steps:
         raise UserError(f"--lr-warmup-iters {args.lr_warmup_iters} must be less than {steps} steps")
@@ -255,30 +258,6 @@ def _check_evaluation(args: argparse.Namespace, preset: VLMPreset, layouts: Layo
     except UserError as error:
         options = "--eval-global-batch-size {}, --eval-micro-batch-size {}".format(*sizes)
         raise UserError(f"{options}: {error}") from error
-
-
-def _check_tokens(args: argparse.Namespace, layout: Layout, config: TransformerConfig) -> None:
-    """Hold the tokens of a microbatch on a rank to what products in FP8 take.
-
-    The gradient of a weight sums over the tokens of a TP group, in multiples of 16 (of 32 in
-    mxfp8). Transformer Engine quantizes a rank's share in multiples of 8, of 32 in mxfp8, and a
-    projection into the experts' latent space has that share alone.
-    """
-    if not config.fp8:
-        return
-    whole = get_fp8_align_size(config.fp8_recipe)
-    share = 8 if whole == 16 and not config.moe_latent_size else whole
-    multiple = math.lcm(whole, share * layout.tp)
-    sizes = {"micro_batch_size": args.micro_batch_size}
-    if args.eval_iters:
-        sizes["eval_micro_batch_size"] = args.eval_micro_batch_size
-    for name, size in sizes.items():
-        if (tokens := args.seq_length * size // layout.cp) % multiple:
-            raise UserError(
-                f"--fp8-format: --seq-length {args.seq_length} · {option_of(name)} {size} / "
-                f"cp={layout.cp} = {tokens} tokens must be a multiple of {multiple} with "
-                f"--fp8-recipe {args.fp8_recipe} and tp={layout.tp}"
-            )
 
 
 def _set_layout(args: argparse.Namespace, preset: VLMPreset, layouts: Layouts) -> None:

@@ -33,6 +33,11 @@ PICTURES = ".png", ".pdf", ".svg"
 """Ends of the names of a report."""
 
 
+def saves_into(args: Namespace, folder: str | None) -> bool:
+    """Return whether a folder is the one in which the run saves its checkpoints."""
+    return bool(folder and args.save) and Path(folder).resolve() == Path(args.save).resolve()
+
+
 def check_values(args: Namespace) -> None:
     """Refuse numbers out of range, and options that lack others.
 
@@ -49,8 +54,7 @@ def check_values(args: Namespace) -> None:
         raise UserError("--wandb-project needs --wandb-save-dir DIR, or --save DIR")
     every, directory = args.non_persistent_save_interval, args.non_persistent_local_ckpt_dir
     needed = args.non_persistent_ckpt_type, every, directory
-    is_own = args.save and args.load and Path(args.save).resolve() == Path(args.load).resolve()
-    if any(needed) and not (all(needed) and is_own):
+    if any(needed) and not (all(needed) and saves_into(args, args.load)):
         raise UserError(
             "copies between checkpoints need all of --non-persistent-ckpt-type local, "
             "--non-persistent-save-interval N, --non-persistent-local-ckpt-dir DIR, and --save S "

@@ -139,14 +139,12 @@ def state_of(args: Namespace, in_16_bits: bool) -> StateBytes:
     return StateBytes(2.0 if narrow and in_16_bits else 4.0, on_gpu * kept)
 
 
-def words_among(argv: list[str], names: Iterable[str], but: bool = False) -> list[str]:
-    """Return the words of these options and of their values, of a command line.
-
-    Args:
-        but: return those of all other options.
-    """
-    words, is_one = [], False
-    for word in argv:
-        is_one = (word.split("=")[0] in names) != but if word.startswith("--") else is_one
-        words += [word] * is_one
-    return words
+def split_words(words: list[str], names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the words of a command line that are of these options, and those of all others."""
+    own, others = [], []
+    part = others
+    for word in words:
+        if word.startswith("--"):  # its values follow
+            part = own if word.split("=")[0] in names else others
+        part.append(word)
+    return own, others

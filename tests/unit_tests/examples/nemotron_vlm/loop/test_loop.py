@@ -334,7 +334,7 @@ def test_a_beginning_tells_where_the_run_stands(directory, changed, said):
 
 
 def test_an_ending_has_the_median_speed_without_the_first_step(tmp_path):
-    args = Namespace(device="cpu", save="/saved", load="/saved", metrics_out=None)
+    args = Namespace(device="cpu", save="/saved", load="/saved/", metrics_out=None)
     args.tensorboard_dir = None
     speeds = (1, 3000, 1000, 2000)
     records = [{"tokens_per_s": speed, "tflops": speed / 1000} for speed in speeds]

@@ -186,6 +186,11 @@ ENGINE = "--device cuda --bf16 --transformer-impl transformer_engine"
 class TestFP8:
     """FP8 itself is run on GPUs."""
 
+    @pytest.fixture
+    def hopper(self, monkeypatch):
+        monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *_: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+
     @pytest.mark.parametrize(
         ("line", "found"),
         [
@@ -196,9 +201,7 @@ class TestFP8:
             ("--dynamic-resolution", (None, "hybrid")),
         ],
     )
-    def test_parts_have_it_each_on_its_own(self, line, found, monkeypatch):
-        monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *_: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    def test_parts_have_it_each_on_its_own(self, line, found, hopper):
         line = f"{ENGINE} --model tiny-omni {FORMAT} {line}"
         configs = parse(line.split(), world_size=1).configs
         images, sound = configs.encoders
@@ -221,13 +224,42 @@ class TestFP8:
             ("4 --eval-iters 1 --eval-micro-batch-size 2", "--eval-micro-batch-size 2 / cp=1 = 88"),
         ],
     )
-    def test_tokens_that_its_products_do_not_take_are_refused(self, line, found, monkeypatch):
-        monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *_: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    def test_tokens_that_its_products_do_not_take_are_refused(self, line, found, hopper):
         line = f"{ENGINE} {FORMAT} --seq-length 44 --micro-batch-size {line}"
         refused = pytest.raises(UserError, match=f"^--fp8-format: .*{found}")
         with refused if found else nullcontext():
             parse(line.split(), world_size=4)
+
+    @pytest.mark.parametrize(
+        ("line", "found"),
+        [
+            ("", ""),
+            ("--language tp=4", "language: rows of Mamba's input projection / tp=4 = 104"),
+            ("--language tp=4 --fp8-parts encoder", ""),
+            ("--encoder tp=8", "images:encoder: attention heads · channels / tp=8 = 8"),
+            ("--encoder tp=8 --fp8-parts language", ""),
+            ("--encoder tp=8 --dynamic-resolution", ""),
+            ("--hidden-size 72", "hidden size = 72"),
+            ("--hidden-size 72 --fp8-parts encoder", ""),
+            ("--num-query-groups 1 --kv-channels 6", "queries, keys and values / tp=1 = 60"),
+            ("--hybrid-layer-pattern M*- --ffn-hidden-size 72", "FFN rows / tp=1 = 72"),
+            ("--model tiny-gdn --hybrid-layer-pattern G* --language tp=4", "delta net's .* = 104"),
+            ("--hybrid-layer-pattern */* --hidden-size 96 --language tp=4", "size / tp=4 = 24"),
+            ("--moe-ffn-hidden-size 72", "FFN rows of an expert / etp=1 = 72"),
+            ("--moe-shared-expert-intermediate-size 24", "shared expert / tp=1 = 24"),
+            ("--moe-latent-size 24", "MoE latent size = 24"),
+            ("--moe-latent-size 24 --te-precision-config-file {}/r.yaml", ""),
+            ("--fp8-recipe mxfp8 --language tp=2", "208 must be a multiple of 32"),
+        ],
+    )
+    def test_features_that_its_products_do_not_take_are_refused(
+        self, line, found, hopper, tmp_path
+    ):
+        (tmp_path / "r.yaml").write_text("configs: {}\nmatchers: {}\n")
+        refused = pytest.raises(UserError, match=f"^--fp8-format: .*{found}")
+        with refused if found else nullcontext():
+            line = f"{ENGINE} {FORMAT} --seq-length 64 {line.format(tmp_path)}"
+            parse(line.split(), world_size=8)
 
     @requires_world_size(1)
     @pytest.mark.parametrize(("tiles", "recipe"), [(0, "tensorwise"), (1, "mxfp8"), (3, "delayed")])

@@ -6,18 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import DistBackendError
+from torch.distributed import DistBackendError, rendezvous
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from examples.mimo.common import errors
 from examples.mimo.common.errors import UserError, end_rank
 from examples.mimo.common.launch import launch
 from examples.mimo.nemotron_vlm.options.environment import at_start
-from examples.mimo.pretrain_nemotron_vlm import GPU_KERNELS, ROOT, share_gpus, uses_gpus
+from examples.mimo.pretrain_nemotron_vlm import ALONE, GPU_KERNELS, ROOT, share_gpus, uses_gpus
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,13 @@ def test_ranks_share_the_gpus_of_a_host_that_has_fewer(gpus, local_rank, monkeyp
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     share_gpus()
     assert os.environ["LOCAL_RANK"] == local_rank
+
+
+def test_a_process_alone_waits_for_no_store_of_an_agent(monkeypatch):
+    """The converter's ``verify`` under `tests.ranks`."""
+    for name, value in ({"TORCHELASTIC_USE_AGENT_STORE": "True"} | ALONE).items():
+        monkeypatch.setenv(name, value)
+    assert next(rendezvous("env://", timeout=timedelta(seconds=1)))[1:] == (0, 1)
 
 
 CONNECTIONS, LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"

@@ -152,6 +152,7 @@ TOGETHER = [
         "with --overlap-grad-reduce is not taken here",
     ),
     ("--train-iters 0", "^--train-iters must be 1 or more$"),
+    ("--train-samples 0", "^--train-samples 0 must be 32 or more, the samples of a step$"),
     ("--lr nan", "^--lr must be 0 or more$"),
     ("--hidden-dropout 2", "^--hidden-dropout must be below 1$"),
     ("--hidden-dropout -1", "^--hidden-dropout must be 0 or more$"),
