@@ -6,8 +6,9 @@ from contextlib import nullcontext
 
 import pytest
 
+from megatron.core.rerun_state_machine import RerunStateMachine
 from tests.unit_tests.examples.nemotron_vlm.loop.models import ANY_SIZE, BF16, ENGINE
-from tests.unit_tests.examples.nemotron_vlm.loop.rows import ALLGATHER, NO_CHECK
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import ALLGATHER
 from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL, trainer
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import requires_world_size
@@ -26,9 +27,12 @@ from tests.unit_tests.test_utilities import requires_world_size
         pytest.param("dp=2", "tp=2,ep=2,etp=1", marks=requires_world_size(2)),
     ],
 )
-def test_the_host_waits_for_nothing_from_the_third_step_on(layers, encoder, language):
-    """The first steps make plans and buffers, and load and tune kernels."""
+def test_the_host_waits_for_nothing_from_the_third_step_on(layers, encoder, language, monkeypatch):
+    """The first steps make plans and buffers, and load and tune kernels; each ends in waits for its
+    losses and gradients.
+    """
+    monkeypatch.setattr(RerunStateMachine, "validate_result", lambda *_, **__: None)
     layout = ("--encoder", encoder, "--language", language, "--num-workers", "1")
-    with trainer(*layout, *layers, *BF16, *ALLGATHER, *NO_CHECK) as run:
+    with trainer(*layout, *layers, *BF16, *ALLGATHER) as run:
         for step in range(4):
             run.train_step(no_host_sync if step > 1 else nullcontext)

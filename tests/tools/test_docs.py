@@ -32,7 +32,6 @@ TROUBLES = REPOSITORY / "docs/user/troubleshooting.md"
 MEGATRON_DDP = Path(find_spec("megatron.core").origin).parent / "distributed"
 TORCH = Path(find_spec("torch").origin).parent
 FROM_ELSEWHERE = {
-    "found NaN in local grad norm for bucket": MEGATRON_DDP / "param_and_grad_buffer.py",
     "received by PID": TORCH / "distributed/elastic/multiprocessing/errors/__init__.py",
     "Timed out waiting": TORCH / "lib/libtorch_cpu.so",
     "Connection closed by peer": TORCH / "lib/libtorch_cpu.so",

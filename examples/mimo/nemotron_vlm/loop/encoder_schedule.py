@@ -54,16 +54,14 @@ def graphs_overlap(args: Namespace, layouts: Layouts, at_once: int) -> bool:
 def bubbles_win(args: Namespace, layouts: Layouts) -> bool:
     """Return whether bubbles are known, from measurements, to be faster than three phases.
 
-    They are with CUDA graphs of the encoder, which need a GPU and colocated modules. Checking each
-    loss for NaN makes the host wait, but it must run ahead of the device. Axes other than pp and dp
-    were not measured.
+    They are with CUDA graphs of the encoder, which need a GPU and colocated modules. Axes other
+    than pp and dp were not measured.
     """
     language = layouts.language
     at_once = args.encoder_macro_batch or fastest_macro_batch(layouts, in_bubbles=True)
     return (
         args.cuda_graph_impl == "local"
         and have_equal_images(args)
-        and not args.check_for_nan_in_loss_and_grad
         and language.pp > 1
         and language.tp == language.cp == language.ep == language.vpp == 1
         and all(encoder.tp == 1 for encoder in layouts.encoders)

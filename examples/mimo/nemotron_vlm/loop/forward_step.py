@@ -3,7 +3,7 @@
 """The forward step: losses in training, the model's answers in evaluation."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -63,7 +63,7 @@ def forward_step(microbatches: Iterator[dict], model: MimoModel, score: Score | 
         places = model.partition_adapter.shard_tokens(places, lengths)
     has = {name: of_samples[places] for name, of_samples in kinds.items()}
     given = {"loss_mask": loss_mask, "has": has, "groups": model.pg_collection}
-    return losses, partial(_summed_loss, **given)
+    return losses, partial(_summed_loss, step_losses=model.step_losses, **given)
 
 
 def _hear_exit_signal() -> None:
@@ -77,16 +77,17 @@ def _hear_exit_signal() -> None:
         signal.signal(args.exit_signal, signal.getsignal(args.exit_signal))
 
 
-def _summed_loss(losses: torch.Tensor, loss_mask: torch.Tensor, has: dict, groups):
+def _summed_loss(losses: torch.Tensor, loss_mask: torch.Tensor, has: dict, groups, step_losses):
     """Sum the loss over tokens; Megatron divides it by the global number of tokens.
 
     Args:
         losses: [b, S], loss of each token.
         loss_mask: [b, S], 1 for tokens that count.
         has: by modality bool [b, S], tokens of samples that have it.
+        step_losses: losses of the step's microbatches so far, to be checked at its end.
     """
     total, tokens = (losses.float() * loss_mask).sum(), loss_mask.sum()
-    _validate(total)
+    _check(total, step_losses)
     share = 1.0 / (get_num_microbatches() * groups.dp_cp.size())
     report = {
         LOSS: torch.stack([total.detach().double(), tokens.double()]),
@@ -100,18 +101,15 @@ def _summed_loss(losses: torch.Tensor, loss_mask: torch.Tensor, has: dict, group
     return total, tokens.to(torch.int), report
 
 
-def _validate(loss: torch.Tensor) -> None:
-    """Check a loss as Megatron's programs do, if options ask for it."""
+def _check(loss: torch.Tensor, step_losses: list[torch.Tensor]) -> None:
+    """Have a loss checked at the end of the step, or now, for which the host waits, for a spike."""
     args, machine = get_args(), get_rerun_state_machine()
-    checks: list[tuple[str, Callable, bool]] = []
     if args.check_for_nan_in_loss_and_grad:
-        checks += [("NaN", torch.isnan, True), ("Inf", torch.isinf, True)]
+        step_losses.append(loss.detach())
     if args.check_for_spiky_loss:
         is_spiky = partial(machine.is_unexpectedly_large, threshold=10.0, context="loss")
-        checks.append(("far above the ones before", is_spiky, False))
-    for what, rejects, fatal in checks:
-        message = f"the loss of a microbatch is {what}"
-        machine.validate_result(loss, rejects, message, tolerance=0.0, fatal=fatal)
+        message = "the loss of a microbatch is far above the ones before"
+        machine.validate_result(loss, is_spiky, message, tolerance=0.0, fatal=False)
 
 
 def _read(batch: dict, model: MimoModel, samples: list[int], places, score: Score | None):

@@ -62,8 +62,8 @@ class OwnOptions:
     encoder_schedule: Literal[THREE_PHASES, BUBBLES] | None = None
     """with colocated modules and a pipeline, run the encoder's forward for a whole step before the
     pipeline and its backward after it (three-phases), or both while the pipeline's stages would
-    wait (bubbles); default: bubbles with --cuda-graph-impl local, 4 microbatches or more, and tp,
-    cp and vpp of 1, else three-phases"""
+    wait (bubbles); default: bubbles with --cuda-graph-impl local, equal images, 4 microbatches or
+    more, and tp, cp, ep, vpp and the encoders' tp of 1, else three-phases"""
     freeze: str = ""
     """comma-separated parts that are not trained: encoder, projector, language; the first two are
     those of all encoders, or with NAME: before them of one"""

@@ -73,7 +73,6 @@ OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size
 RECOMPUTE = (*FULL, "--recompute-encoder", "1")
 BUBBLES = ("--encoder-schedule", "bubbles")
 GRAPHS = ("--cuda-graph-impl", "local")
-NO_CHECK = ("--no-check-for-nan-in-loss-and-grad",)  # so that graphs have bubbles by default
 MACRO_BATCH = ("--encoder-macro-batch", "2")
 WORKERS = ("--num-workers", "4")
 ALLGATHER = ("--moe-token-dispatcher-type", "allgather")

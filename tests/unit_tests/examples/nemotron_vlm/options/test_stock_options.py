@@ -61,7 +61,6 @@ REFUSED = [
 """Options that are refused under a condition; test_accepted_options.py has the others."""
 
 GRAPHS = f"{ENGINE} --cuda-graph-impl local"
-NO_CHECK = "--no-check-for-nan-in-loss-and-grad"
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 PACK = "--pack --micro-batch-size 1 --seq-length 64"
 TOGETHER = [

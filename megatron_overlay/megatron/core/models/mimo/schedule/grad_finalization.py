@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import (
     MultiModuleProcessGroupCollection,
     ProcessGroupCollection,
 )
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import unwrap_model
 
 
@@ -101,6 +102,7 @@ def finalize_mimo_grads(
     num_tokens: torch.Tensor | None = None,
     pg_collection: ProcessGroupCollection | MultiModuleProcessGroupCollection | None = None,
     force_all_reduce: bool = False,
+    are_checked: bool = False,
 ) -> None:
     """Reduce each module's gradients over its own groups, then divide all by one token count.
 
@@ -111,6 +113,7 @@ def finalize_mimo_grads(
     Args:
         num_tokens: scalar, tokens with a loss on this rank; None skips the division.
         pg_collection: groups of the language model, or of all this rank's modules.
+        are_checked: whether to check the step's losses and gradients, as `check_step` does.
     """
     reduce_module_grads(model, force_all_reduce)
     if num_tokens is not None:
@@ -118,6 +121,32 @@ def finalize_mimo_grads(
         total = language_total(on_device, model[0], _language_groups(pg_collection))
         for stage in itertools.chain(*_held_modules(model)):
             stage.scale_gradients(1.0 / total.clamp(min=1))
+    if are_checked:
+        check_step(model)
+
+
+def check_step(model: list[MimoModel]) -> None:
+    """Check that this rank's losses and gradients of a step are finite. The host waits for both
+    once, after all work of the step has been launched.
+
+    Raises:
+        RuntimeError: they are not. With reruns, Megatron's state machine repeats the step instead,
+            and then ends the run.
+    """
+    losses = [loss for stage in model for loss in stage.step_losses]
+    for stage in model:
+        stage.step_losses.clear()
+    held = itertools.chain(*_held_modules(model))
+    buffers = [each for module in held for each in module.buffers + module.expert_parallel_buffers]
+    found = {"loss": losses, "gradient": [buffer.grad_data.norm().float() for buffer in buffers]}
+    for what, values in found.items():
+        if values:
+            get_rerun_state_machine().validate_result(
+                torch.stack(values).norm(),
+                lambda norm: not norm.isfinite(),
+                f"a {what} of this rank is NaN or Inf",
+                tolerance=0.001,  # the backward of attention need not repeat its last bits
+            )
 
 
 def _language_groups(

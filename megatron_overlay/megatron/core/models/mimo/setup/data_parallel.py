@@ -27,9 +27,14 @@ def prepare_for_training(
     config; the training loop reads the groups over which it reduces and saves from
     ``pg_collection``.
 
+    With ``check_for_nan_in_grad``, gradients are checked as they are finalized, at the end of a
+    step, and not by DDP, for whose check of each bucket the host waits. A forward step adds its
+    losses to ``step_losses`` of its stage, to have them checked with the gradients.
+
     Args:
         stages: the bare model, one for each virtual stage; the first holds the modalities.
     """
+    finalize = partial(finalize_mimo_grads, are_checked=ddp_config.check_for_nan_in_grad)
     encoders = [name for name in modules if name != MIMO_LANGUAGE_MODULE_KEY]
     for number, stage in enumerate(stages):
         for name, module in stage.modality_submodules.items():
@@ -37,7 +42,8 @@ def prepare_for_training(
             stage.modality_submodules[name] = _wrapped(module, config, ddp_config, number)
         if stage.language_model is not None:
             stage.language_model = _wrapped(stage.language_model, stage.config, ddp_config, number)
-        stage.config.finalize_model_grads_func = finalize_mimo_grads
+        stage.config.finalize_model_grads_func = finalize
+        stage.step_losses = []
         stage.config.no_sync_func = partial(no_grad_sync, stages)
         stage.pg_collection = own_groups(modules)
         stage.rng_state_key_prefix = "language."
@@ -54,7 +60,7 @@ def _wrapped(
 ) -> DistributedDataParallel:
     # A copy, as DDP writes the bucket size into its config. The schedules do not start parameter
     # gathers for all stages at once (align_param_gather); each module's layers start the next one.
-    ddp_config = replace(ddp_config, align_param_gather=False)
+    ddp_config = replace(ddp_config, align_param_gather=False, check_for_nan_in_grad=False)
     if ddp_config.num_buckets is not None:
         count = sum(p.numel() for p in module.parameters() if p.requires_grad)
         ddp_config.bucket_size = count // ddp_config.num_buckets

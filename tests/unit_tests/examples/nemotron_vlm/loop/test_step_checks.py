@@ -1,0 +1,67 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A step whose losses or gradients are not finite changes no weight, and the error says which."""
+
+import pytest
+import torch
+
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import APART
+from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+from tests.unit_tests.test_utilities import requires_world_size
+
+LAYOUTS = [
+    pytest.param((), marks=requires_world_size(1)),
+    pytest.param(("--encoder", "tp=2", "--language", "cp=2"), marks=requires_world_size(2)),
+    pytest.param(("--encoder", "dp=2", "--language", "pp=2"), marks=requires_world_size(2)),
+    pytest.param(APART, marks=requires_world_size(2)),
+]
+
+
+NO_RERUN = ("--rerun-mode", "disabled")
+"""Otherwise Megatron repeats the step before it ends the run; e2e/test_bad_input.py has that."""
+
+
+def weights_of(run) -> list[torch.nn.Parameter]:
+    return [weight for stage in run.stages for weight in stage.parameters()]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("options", LAYOUTS, ids=" ".join)
+def test_a_gradient(options, value):
+    """The gradient of one weight on each rank, in the first of its backwards alone."""
+    with trainer(*options, *NO_RERUN) as run:
+        run.train_step()
+        before, calls = [weight.clone() for weight in weights_of(run)], []
+
+        def spoiled(gradient):
+            calls.append(gradient)
+            return gradient * value if len(calls) == 1 else gradient
+
+        weights_of(run)[0].register_hook(spoiled)
+        with pytest.raises(RuntimeError, match="a gradient of this rank is NaN or Inf"):
+            run.train_step()
+        assert all(map(torch.equal, weights_of(run), before))
+
+
+@pytest.mark.parametrize("options", LAYOUTS, ids=" ".join)
+def test_a_loss(options):
+    """A rank without the loss has the gradient that it leads to."""
+    with trainer(*options, *NO_RERUN) as run:
+        run.train_step()
+        with torch.no_grad():
+            for stage in run.stages:
+                for name, weight in stage.named_parameters():
+                    if "output_layer" in name:
+                        weight.fill_(float("inf"))
+        with pytest.raises(RuntimeError, match="a (loss|gradient) of this rank is NaN or Inf") as e:
+            run.train_step()
+        has_loss = any("output_layer" in n for s in run.stages for n, _ in s.named_parameters())
+        assert ("a loss of this rank" in str(e.value)) is has_loss
+
+
+@pytest.mark.parametrize("options", LAYOUTS[:1])
+def test_every_loss_of_a_step_counts_once(options):
+    with trainer(*options, "--check-for-spiky-loss") as run:
+        for _ in range(2):
+            run.train_step()
+            assert all(stage.step_losses == [] for stage in run.stages)
