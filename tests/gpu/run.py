@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -241,16 +242,15 @@ def _cases(stage: Stage, record: Path, code: int) -> list[dict]:
         is_of_another_world = is_skipped and " ranks, this run has " in case["reason"]
         if not is_of_another_world and not (is_skipped and test.startswith(UNITS)):
             cases.append({"stage": stage.name, **case})
+    reasons = Counter(case["reason"] for case in ended.values() if case["outcome"] == "skipped")
+    for reason, count in reasons.items():
+        if "could not import" in reason:
+            print(f"{stage.name}: left out {count} tests: {reason}", flush=True)
     has_failed = any(case["outcome"] != "passed" for case in cases)
-    if code != 0 and not has_failed:
-        cases.append(
-            {
-                "stage": stage.name,
-                "test": "the stage",
-                "outcome": "failed",
-                "reason": f"exit {code}",
-            }
-        )
+    if (code != 0 and not has_failed) or not collected:
+        reason = f"exit {code}" if code else "no test was found"
+        failed = {"test": "the stage", "outcome": "failed", "reason": reason}
+        cases.append({"stage": stage.name, **failed})
     return cases
 
 

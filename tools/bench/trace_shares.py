@@ -54,7 +54,7 @@ def shares(events: list[dict]) -> dict[str, float | dict[str, float]]:
         found[name] = length([event for event in ranges if event["name"].startswith(prefix)])
     taken: Counter[str] = Counter()
     for event in work:
-        taken[event["name"][:80]] += event["dur"]
+        taken[event["name"][:80]] += covered([span(event)], window)
     kernels = {name: round(time / total, 4) for name, time in taken.most_common(LARGEST)}
     return found | {"kernels": kernels}
 

@@ -115,7 +115,9 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
     idle = None
     if trace:  # the profiler slows down launches, but not the computing kernels
         computing = (1 - trace["idle"] - trace["exposed"]) * trace["total"] / 1e6 / PROFILED
-        idle = max(0.0, 1 - computing / seconds - trace["exposed"])
+        exposed = trace["exposed"] * trace["total"] / 1e6 / PROFILED
+        idle = max(0.0, 1 - (computing + exposed) / seconds)
+    paused = sum(record["pause_s"] for record in records)
     memory = re.findall(r"max allocated: (\S+)", log)
     return {
         "ranks": ranks,
@@ -131,7 +133,7 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
         # An asynchronous save holds steps up as it begins, and as it is made known. After the last
         # save there is no step.
         "save_gb": saved[0] if saved else None,
-        "pause_s_per_gb": sum(r["pause_s"] for r in records) / sum(saved[:-1]) if saved else None,
+        "pause_s_per_gb": paused / sum(saved[:-1]) if saved[1:] else None,
         **{name: trace.get(name) for name in ("exposed", "bridge", "optimizer", "kernels")},
     }
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
+import torch
+
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import (
     COLOCATED,
@@ -276,11 +278,25 @@ def _set_layout(args: argparse.Namespace, preset: VLMPreset, layouts: Layouts) -
         args.hybrid_layer_pattern = staged_pattern(args.hybrid_layer_pattern, layouts.language)
 
 
+WITH_COUNTS_ON_HOST = """
+    swiglu add_bias_linear moe_expert_capacity_factor moe_shared_expert_overlap
+    use_transformer_engine_op_fuser fine_grained_activation_offloading
+    overlap_dispatch_backward_with_experts_wgrad""".split()
+"""Options that experts take only if the host knows the counts of their tokens."""
+
+
+def _is_on_hopper() -> bool:
+    """Return whether the GPUs are Hopper's; where there is none to ask, they are taken to be."""
+    generation, _ = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    return generation in (0, 9)  # 0 under the CPU runtime
+
+
 def _set_experts(args: argparse.Namespace, preset: VLMPreset, layouts: Layouts) -> None:
     """Choose how tokens reach their experts and what CUDA graphs have of MoE layers, if not given.
 
     Where it was measured to be faster, token counts stay on the device, and graphs have whole MoE
-    layers. Elsewhere the host asks for the counts, and graphs have the routers alone.
+    layers. Elsewhere the host asks for the counts, and graphs have the routers alone: on other GPUs
+    than Hopper's PyTorch's grouped GEMM waits, or is wrong for experts without tokens.
     """
     has_graphs, asked = args.cuda_graph_impl == "local", args.cuda_graph_modules
     # Modules on ranks of their own exchange rows of any length, for which Megatron takes alltoall.
@@ -288,10 +304,11 @@ def _set_experts(args: argparse.Namespace, preset: VLMPreset, layouts: Layouts) 
     language = layouts.language
     is_near = not layouts.non_colocated and language.etp == 1 and language.ep <= 1 + has_graphs
     is_fast = args.device == "cuda" and args.bf16 and args.moe_grouped_gemm and is_near
-    is_fast = is_fast and LANGUAGE_PART not in parts_in_fp8(args, preset)
+    is_fast = is_fast and _is_on_hopper() and LANGUAGE_PART not in parts_in_fp8(args, preset)
+    is_fast = is_fast and not any(getattr(args, name) for name in WITH_COUNTS_ON_HOST)
     if has_graphs:
-        others = args.swiglu or args.add_bias_linear or args.recompute_granularity
-        is_fast = is_fast and not others and CudaGraphModule.moe_router not in (asked or ())
+        others = args.recompute_granularity or CudaGraphModule.moe_router in (asked or ())
+        is_fast = is_fast and not others
     if args.moe_token_dispatcher_type is None:
         args.moe_token_dispatcher_type = "allgather" if is_fast else "alltoall"
     if has_graphs and not asked:

@@ -178,6 +178,12 @@ def test_what_grouped_gemms_do_not_compute_has_upstreams_dispatchers(options):
     assert not counts_stay_on_device(config_of(**ON_DEVICE | options))
 
 
+def test_weight_gradients_that_wait_have_upstreams_dispatchers():
+    config = config_of(**ON_DEVICE)
+    config.overlap_dispatch_backward_with_experts_wgrad = True  # needs Transformer Engine
+    assert not counts_stay_on_device(config)
+
+
 def experts_of(groups: ProcessGroupCollection, **options) -> GroupedExperts:
     layers = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     experts = GroupedExperts(

@@ -21,8 +21,9 @@ def counts_stay_on_device(config: TransformerConfig) -> bool:
     """Return whether MoE layers of this configuration keep token counts on the device.
 
     They do with the all-gather dispatcher and ``moe_grouped_gemm``, for experts that grouped GEMMs
-    of PyTorch compute: without biases, gates, and recompute or offloading within experts. With
-    ``fp8`` these GEMMs stay in 16 bits. Other configurations have upstream's dispatchers.
+    of PyTorch compute: without biases, gates, weight gradients that wait, and recompute or
+    offloading within experts. With ``fp8`` these GEMMs stay in 16 bits. Other configurations have
+    upstream's dispatchers.
     """
     in_experts = config.fine_grained_activation_offloading or (
         config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
@@ -35,6 +36,7 @@ def counts_stay_on_device(config: TransformerConfig) -> bool:
         and not (config.add_bias_linear or config.gated_linear_unit)
         and not (config.fp4 or config.quant_recipe)
         and not (in_experts or config.use_transformer_engine_op_fuser)
+        and not config.overlap_dispatch_backward_with_experts_wgrad
     )
 
 

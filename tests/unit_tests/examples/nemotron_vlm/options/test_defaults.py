@@ -77,6 +77,11 @@ def test_with_cuda_graphs_the_encoder_is_in_the_bubbles_by_default(options, sche
         (f"--bf16 {GRAPHS} --cuda-graph-modules attn moe_router", "alltoall"),
         (f"--bf16 {GRAPHS} --no-squared-relu --swiglu", "alltoall"),
         ("--fp16", "alltoall"),
+        ("--bf16 --moe-shared-expert-overlap", "alltoall"),
+        (
+            f"--bf16 {GRAPHS} --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
+            "alltoall",
+        ),
         (f"{ENGINE} {FP8}", "alltoall"),
         (f"{ENGINE} {FP8} --fp8-parts encoder", "allgather"),
         (f"{FP8} {GRAPHS} --moe-token-dispatcher-type allgather", "allgather"),
@@ -87,6 +92,13 @@ def test_token_counts_stay_on_the_device_where_it_is_faster(options, dispatcher,
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(transformer_config, "is_te_min_version", lambda _: True)
     line = f"--device cuda --data mock --moe-grouped-gemm {options}"
+    assert parsed(line, 4).args.moe_token_dispatcher_type == dispatcher
+
+
+@pytest.mark.parametrize(("generation", "dispatcher"), [(8, "alltoall"), (10, "alltoall")])
+def test_token_counts_stay_on_the_host_of_other_gpus(generation, dispatcher, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (generation, 0))
+    line = "--device cuda --data mock --moe-grouped-gemm --bf16"
     assert parsed(line, 4).args.moe_token_dispatcher_type == dispatcher
 
 
