@@ -10,8 +10,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-CHECKOUT = Path(__file__).resolve().parents[1] / "build"
-CHECKOUT /= "next" if os.environ.get("NEXT") else "Megatron-LM"  # as in the Makefile
+CHECKOUT = Path(__file__).resolve().parents[1] / "build" / "Megatron-LM"
 
 
 def run(tool: Callable[[], None]) -> int:
