@@ -25,9 +25,8 @@ def weights_of(run) -> list[torch.nn.Parameter]:
     return [weight for stage in run.stages for weight in stage.parameters()]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("options", LAYOUTS, ids=" ".join)
-def test_a_gradient(options, value):
+def test_a_gradient(options):
     """The gradient of one weight on each rank, in the first of its backwards alone."""
     with trainer(*options, *NO_RERUN) as run:
         run.train_step()
@@ -35,7 +34,7 @@ def test_a_gradient(options, value):
 
         def spoiled(gradient):
             calls.append(gradient)
-            return gradient * value if len(calls) == 1 else gradient
+            return gradient * float("inf") if len(calls) == 1 else gradient  # 0 · inf is NaN
 
         weights_of(run)[0].register_hook(spoiled)
         with pytest.raises(RuntimeError, match="a gradient of this rank is NaN or Inf"):
