@@ -35,6 +35,7 @@ def test_communication_is_exposed_where_nothing_else_runs():
     kernels = {"gemm": 0.5, "ncclDevKernel_AllReduce": 0.3, "Memcpy HtoD": 0.1}
     wanted = {"total": 100, "idle": 0.3, "exposed": 0.2, "bridge": 0.05, "optimizer": 0.12}
     assert found.pop("kernels") == kernels
+    assert found.pop("gaps") == {"gemm": 0.1, "Memcpy HtoD": 0.1}
     assert found == pytest.approx(wanted)
 
 

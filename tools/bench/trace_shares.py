@@ -17,7 +17,7 @@ RANGES = {"bridge": "mimo bridge", "optimizer": "Optimizer.step"}
 
 
 LARGEST = 20
-"""Kernels that are named, those that take longest."""
+"""Kernels and gaps that are named, those that take longest."""
 
 
 def read(path: Path) -> dict[str, float | dict[str, float]]:
@@ -34,7 +34,7 @@ def shares(events: list[dict]) -> dict[str, float | dict[str, float]]:
     exposed: NCCL's kernels run, and nothing else does.
     bridge, optimizer: time from the first kernel of such a range to its last.
     kernels: those that take longest, by the first 80 characters of their name; several may run at
-    once.
+    once. gaps: idle time, by the work that ends it.
     """
     spans = [event for event in events if event.get("ph") == "X"]
     work = [event for event in spans if event.get("cat") in WORK]
@@ -52,11 +52,16 @@ def shares(events: list[dict]) -> dict[str, float | dict[str, float]]:
     found = {"total": total, "idle": 1.0 - length(work), "exposed": length(work) - length(computed)}
     for name, prefix in RANGES.items():
         found[name] = length([event for event in ranges if event["name"].startswith(prefix)])
-    taken: Counter[str] = Counter()
-    for event in work:
-        taken[event["name"][:80]] += covered([span(event)], window)
-    kernels = {name: round(time / total, 4) for name, time in taken.most_common(LARGEST)}
-    return found | {"kernels": kernels}
+    taken, gaps, until = Counter(), Counter(), window[0]
+    for event in sorted(work, key=span):
+        (first, end), name = span(event), event["name"][:80]
+        taken[name] += covered([(first, end)], window)
+        gaps[name] += max(0.0, min(first, window[1]) - until)
+        until = max(until, end)
+    for kind, times in {"kernels": taken, "gaps": gaps}.items():
+        largest = times.most_common(LARGEST)
+        found[kind] = {name: round(time / total, 4) for name, time in largest if time > 0}
+    return found
 
 
 def span(event: dict) -> Interval:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import draw
 from machine import machine
-from trace_shares import read
+from trace_shares import RANGES, read
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = "examples/mimo/pretrain_nemotron_vlm.py"
@@ -134,7 +134,7 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
         # save there is no step.
         "save_gb": saved[0] if saved else None,
         "pause_s_per_gb": paused / sum(saved[:-1]) if saved[1:] else None,
-        **{name: trace.get(name) for name in ("exposed", "bridge", "optimizer", "kernels")},
+        **{name: trace.get(name) for name in (*RANGES, "exposed", "kernels", "gaps")},
     }
 
 
@@ -178,7 +178,7 @@ def measured_upstream(run: dict, arguments: list[str], ours: dict) -> dict[str, 
         "tokens_per_s_per_gpu": ours["tokens_per_s_per_gpu"] * scale,
         "tflops_per_gpu": ours["tflops_per_gpu"] * scale,
         "peak_memory_gib": max(rank[-1]["peak_memory_gib"] for rank in steps),
-        **dict.fromkeys(("data_wait", "idle", "exposed", "bridge", "optimizer", "kernels")),
+        **dict.fromkeys(("data_wait", "idle", "exposed", *RANGES, "kernels", "gaps")),
     }
 
 
