@@ -39,19 +39,38 @@ class Tuned(Autotuner):
         return [TIMES[config.kwargs["BLOCK"]]]
 
 
-@requires_world_size(1)
-@pytest.mark.parametrize("kept", [True, False], ids=["kept", "as-Triton-does"])
-def test_choices_of_kernels_with_hooks(kept, monkeypatch, tmp_path):
+@pytest.fixture
+def launched(monkeypatch, tmp_path) -> list[int]:
+    """The sizes that were launched, on a GPU of Hopper's that is not there."""
     target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
     monkeypatch.setattr(autotuner, "driver", SimpleNamespace(active=target))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(Autotuner, "check_disk_cache", Autotuner.check_disk_cache)
+    sizes = []
+    monkeypatch.setattr(kernel, "run", lambda *_, BLOCK, **__: sizes.append(BLOCK))
+    return sizes
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "as-Triton-does"])
+def test_choices_of_kernels_with_hooks(kept, launched):
     if kept:
         keep_choices()
-    launched, runs = [], [Tuned(), Tuned()]
-    monkeypatch.setattr(kernel, "run", lambda *_, BLOCK, **__: launched.append(BLOCK))
+    runs = [Tuned(), Tuned()]
     for tuner in runs:
         tuner.run(1)
     assert [tuner.timed for tuner in runs] == [[16, 32, 64], [] if kept else [16, 32, 64]]
     assert launched == [32, 32]
     assert [tuner.zeroed for tuner in runs] == [1, 1]
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize("text", ["", '{"configs_timings": [[{"kwargs": {"BLOCK": 8}}, 1.0]]}'])
+def test_a_file_cut_short_or_of_other_configurations_is_left_aside(text, launched, tmp_path):
+    keep_choices()
+    Tuned().run(1)
+    (file,) = tmp_path.glob("**/*.autotune.json")
+    file.write_text(text)
+    tuner = Tuned()
+    tuner.run(1)
+    assert (tuner.timed, launched, tuner.zeroed) == ([16, 32, 64], [32, 32], 1)
