@@ -102,7 +102,7 @@ def _summed_loss(losses: torch.Tensor, loss_mask: torch.Tensor, has: dict, group
 
 
 def _check(loss: torch.Tensor, step_losses: list[torch.Tensor]) -> None:
-    """Have a loss checked at the end of the step, or now, for which the host waits, for a spike."""
+    """Note a loss for the check at the end of the step; look for a spike now, so the host waits."""
     args, machine = get_args(), get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
         step_losses.append(loss.detach())

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run writes: its log, its metrics and checkpoints, and what is checked of them ahead."""
+"""A run's outputs: its log, the folder of its configuration, a check that all can be written."""
 
 import contextlib
 import io
@@ -70,8 +70,8 @@ def output_to(file: TextIO) -> Iterator[TextIO]:
             logging.basicConfig(force=True)
 
 
-def directory(args: Namespace) -> Path | None:
-    """Return the directory of the run's configuration: the metrics', or the checkpoints'."""
+def config_folder(args: Namespace) -> Path | None:
+    """Return the folder of the run's configuration: the metrics', or the checkpoints'."""
     return args.metrics_out.parent if args.metrics_out else args.save and Path(args.save)
 
 

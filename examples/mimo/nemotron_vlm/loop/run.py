@@ -33,7 +33,7 @@ from examples.mimo.nemotron_vlm.loop.metrics import Record, observed, read_metri
 from examples.mimo.nemotron_vlm.loop.outputs import (
     Log,
     check_outputs,
-    directory,
+    config_folder,
     log_file,
     output_to,
 )
@@ -223,7 +223,7 @@ def train(session: Session, note: Callable[[Record], object] | None = None) -> N
     @functools.wraps(data)
     def provider(*sizes, **named):
         # Megatron asks once a checkpoint is loaded: a run refused there keeps the last run's file.
-        if (folder := directory(args)) and args.rank == 0:
+        if (folder := config_folder(args)) and args.rank == 0:
             write_config(folder / "config.yaml", session.options.config)
         return data(*sizes, **named)
 
