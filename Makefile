@@ -42,7 +42,7 @@ IS_GIVEN = $(filter-out file,$(firstword $(origin PYTHON)))
 GPU_PYTHON = $(if $(IS_GIVEN),$(PYTHON),$(VENV)/bin/python)
 GPU_JSON ?= build/runs/gpu.json
 
-.PHONY: help setup fetch apply release lock train test test-all test-gpu test-slurm lint docs clean
+.PHONY: help setup fetch apply lock train test test-all test-gpu test-slurm lint docs clean
 help: ## Show this help
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST)
 
@@ -79,12 +79,9 @@ train: setup $(if $(filter energon omni,$(DATA)),$(SHARDS)/tokenizer) ## Train t
 test: setup ## Show every capability: each test once, with the first of its rows
 	$(VENV)/bin/python tests/run.py --once
 
-release: $(VENV)/installed
-	@tools/fetch_upstream.sh build/Megatron-LM
-	@tools/apply_overlay.sh build/Megatron-LM
-
 # Tests on main also go on with the release's checkpoints, and run the docs' commands on it.
-test-all: setup $(if $(NEXT),release) ## Run every row of every test; NEXT=GITDIR: on the lock's commit of upstream's main
+test-all: setup ## Run every row of every test; NEXT=GITDIR: on the lock's commit of upstream's main
+	$(if $(NEXT),@$(MAKE) --no-print-directory NEXT= apply)
 	$(VENV)/bin/python tests/run.py
 
 test-gpu: $(if $(IS_GIVEN),fetch,$(VENV)/installed-gpu apply) ## Prove on one or two GPUs what CPU ranks cannot; PYTHON=… takes its packages
