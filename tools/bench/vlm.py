@@ -113,10 +113,9 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
     waited = sum(record["data_wait_s"] for record in counted)
     numbers = [float(n) for n in re.findall(r"throughput per GPU \(TFLOP/s/GPU\): (\S+)", log)]
     idle = None
-    if trace:  # the profiler slows down launches, but not the computing kernels
-        computing = (1 - trace["idle"] - trace["exposed"]) * trace["total"] / 1e6 / PROFILED
-        exposed = trace["exposed"] * trace["total"] / 1e6 / PROFILED
-        idle = max(0.0, 1 - (computing + exposed) / seconds)
+    if trace:  # the profiler slows down launches, but not kernels
+        busy = (1 - trace["idle"]) * trace["total"] / 1e6 / PROFILED
+        idle = max(0.0, 1 - busy / seconds)
     paused = sum(record["pause_s"] for record in records)
     memory = re.findall(r"max allocated: (\S+)", log)
     return {
