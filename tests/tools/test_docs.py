@@ -29,7 +29,6 @@ OVERVIEWS = ("index", "architecture", "planner", "silent-errors")
 CAPABILITIES = [p for p in REVIEWER.glob("*.md") if p.stem not in OVERVIEWS]
 
 TROUBLES = REPOSITORY / "docs/user/troubleshooting.md"
-MEGATRON_DDP = Path(find_spec("megatron.core").origin).parent / "distributed"
 TORCH = Path(find_spec("torch").origin).parent
 FROM_ELSEWHERE = {
     "received by PID": TORCH / "distributed/elastic/multiprocessing/errors/__init__.py",
@@ -37,7 +36,7 @@ FROM_ELSEWHERE = {
     "Connection closed by peer": TORCH / "lib/libtorch_cpu.so",
     "Watchdog caught collective operation timeout": TORCH / "lib/libtorch_cuda.so",
 }
-"""Messages of Megatron and PyTorch, and the file that has each."""
+"""Messages of PyTorch, and the file that has each."""
 
 
 def test_links_lead_to_what_they_say():
