@@ -19,7 +19,6 @@ from examples.mimo.nemotron_vlm.options.arguments import parse
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet
-from megatron.core.transformer import transformer_config
 from megatron.core.transformer.moe.layout_free_router import LayoutFreeRouter
 from megatron.core.transformer.moe.router import TopKRouter
 from tests.unit_tests.examples.nemotron_vlm.loop.models import PACK
@@ -185,11 +184,6 @@ ENGINE = "--device cuda --bf16 --transformer-impl transformer_engine"
 
 class TestFP8:
     """FP8 itself is run on GPUs."""
-
-    @pytest.fixture
-    def hopper(self, monkeypatch):
-        monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *_: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
 
     @pytest.mark.parametrize(
         ("line", "found"),

@@ -8,7 +8,6 @@ import torch
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, THREE_PHASES
 from examples.mimo.nemotron_vlm.options.arguments import parse
-from megatron.core.transformer import transformer_config
 from tests.unit_tests.examples.nemotron_vlm.options.test_stock_options import (
     ENGINE,
     FP8,
@@ -88,18 +87,16 @@ def test_with_cuda_graphs_the_encoder_is_in_the_bubbles_by_default(options, sche
         ("--bf16 --placement non-colocated --language dp=2", "alltoall"),
     ],
 )
-def test_token_counts_stay_on_the_device_where_it_is_faster(options, dispatcher, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda _: True)
+def test_token_counts_stay_on_the_device_where_it_is_faster(options, dispatcher, hopper):
     line = f"--device cuda --data mock --moe-grouped-gemm {options}"
     assert parsed(line, 4).args.moe_token_dispatcher_type == dispatcher
 
 
-@pytest.mark.parametrize(("generation", "dispatcher"), [(8, "alltoall"), (10, "alltoall")])
-def test_token_counts_stay_on_the_host_of_other_gpus(generation, dispatcher, monkeypatch):
+@pytest.mark.parametrize("generation", [8, 10])
+def test_token_counts_stay_on_the_host_of_other_gpus(generation, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (generation, 0))
     line = "--device cuda --data mock --moe-grouped-gemm --bf16"
-    assert parsed(line, 4).args.moe_token_dispatcher_type == dispatcher
+    assert parsed(line, 4).args.moe_token_dispatcher_type == "alltoall"
 
 
 @pytest.mark.parametrize(
@@ -125,9 +122,8 @@ def test_the_fused_loss_is_that_of_bf16(options, is_fused):
         ("--cuda-graph-modules moe_router attn", "moe_router attn"),
     ],
 )
-def test_graphs_of_routers_have_the_preparation_of_the_dispatch(modules, captured, monkeypatch):
+def test_graphs_of_routers_have_the_preparation_of_the_dispatch(modules, captured, hopper):
     """Without it, the dispatcher copies counts on a stream that the capture does not join."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     found = parse(f"{GRAPHS} --data mock {modules}".split(), world_size=1).configs.language
     names = [module.name for module in found.cuda_graph_modules]
     assert names == [*captured.split(), "moe_preprocess"]
@@ -152,10 +148,8 @@ def test_graphs_of_routers_have_the_preparation_of_the_dispatch(modules, capture
     ],
 )
 def test_cuda_graphs_have_whole_moe_layers_whose_counts_stay_on_the_device(
-    options, is_taken, monkeypatch
+    options, is_taken, hopper
 ):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda _: True)
     line = f"{GRAPHS} --data mock --moe-grouped-gemm --cuda-graph-modules attn moe {options}"
     if is_taken:
         found = parse(line.split(), world_size=1).configs.language
@@ -166,9 +160,8 @@ def test_cuda_graphs_have_whole_moe_layers_whose_counts_stay_on_the_device(
 
 
 @pytest.mark.parametrize(("pp", "is_kept"), [(1, True), (2, False)])
-def test_no_weights_in_fp8_are_kept_for_the_graphs_of_other_microbatches(pp, is_kept, monkeypatch):
+def test_no_weights_in_fp8_are_kept_for_the_graphs_of_other_microbatches(pp, is_kept, hopper):
     """With a pipeline each microbatch has graphs of its own, whose weights would grow old."""
-    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda _: True)
     line = f"{GRAPHS} {FP8} --language pp={pp}"
     assert parsed(line, 2).configs.language.disable_parameter_transpose_cache is not is_kept
 
