@@ -47,6 +47,7 @@ from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_
 from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
 from examples.mimo.nemotron_vlm.options.value_rules import check_values
 from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.moe.device_counts import counts_stay_on_device
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
@@ -278,13 +279,6 @@ def _set_layout(args: argparse.Namespace, preset: VLMPreset, layouts: Layouts) -
         args.hybrid_layer_pattern = staged_pattern(args.hybrid_layer_pattern, layouts.language)
 
 
-WITH_COUNTS_ON_HOST = """
-    swiglu add_bias_linear moe_expert_capacity_factor moe_shared_expert_overlap
-    use_transformer_engine_op_fuser fine_grained_activation_offloading
-    overlap_dispatch_backward_with_experts_wgrad""".split()
-"""Options that experts take only if the host knows the counts of their tokens."""
-
-
 def _is_on_hopper() -> bool:
     """Return whether the GPUs are Hopper's; where there is none to ask, they are taken to be."""
     generation, _ = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
@@ -303,9 +297,16 @@ def _set_experts(args: argparse.Namespace, preset: VLMPreset, layouts: Layouts) 
     # With ep, each rank gathers the tokens of all EP ranks: measured with graphs and ep=2 alone.
     language = layouts.language
     is_near = not layouts.non_colocated and language.etp == 1 and language.ep <= 1 + has_graphs
-    is_fast = args.device == "cuda" and args.bf16 and args.moe_grouped_gemm and is_near
-    is_fast = is_fast and _is_on_hopper() and LANGUAGE_PART not in parts_in_fp8(args, preset)
-    is_fast = is_fast and not any(getattr(args, name) for name in WITH_COUNTS_ON_HOST)
+    is_fast = args.device == "cuda" and args.bf16 and is_near and _is_on_hopper()
+    is_fast = is_fast and LANGUAGE_PART not in parts_in_fp8(args, preset)
+    chosen = {  # what the configuration will have under these names
+        "moe_token_dispatcher_type": "allgather",
+        "gated_linear_unit": args.swiglu or args.quick_geglu,
+        "quant_recipe": args.te_precision_config_file,
+        "recompute_modules": args.recompute_modules or (),
+    }
+    is_fast = is_fast and counts_stay_on_device(argparse.Namespace(**vars(args) | chosen))
+    is_fast = is_fast and not args.moe_shared_expert_overlap  # which is alltoall's
     if has_graphs:
         others = args.recompute_granularity or CudaGraphModule.moe_router in (asked or ())
         is_fast = is_fast and not others

@@ -78,6 +78,10 @@ def test_with_cuda_graphs_the_encoder_is_in_the_bubbles_by_default(options, sche
         ("--fp16", "alltoall"),
         ("--bf16 --moe-shared-expert-overlap", "alltoall"),
         (
+            "--bf16 --recompute-granularity selective --recompute-modules moe_act",
+            "alltoall",
+        ),
+        (
             f"--bf16 {GRAPHS} --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
             "alltoall",
         ),
