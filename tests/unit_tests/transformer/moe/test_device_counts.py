@@ -138,7 +138,7 @@ def layouts():
 
 @pytest.mark.parametrize("options", [{}, MOE_AGAIN], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("engine", [False, True])
-@pytest.mark.parametrize(("ep", "etp"), layouts())
+@pytest.mark.parametrize(("ep", "etp"), [*layouts()])
 def test_all_is_as_with_the_all_to_all_dispatcher(groups_of, ep, etp, engine, options):
     """Output, gradients, counts and names in checkpoints; the host waits for nothing."""
     parallel = dict(expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
