@@ -5,6 +5,7 @@ the grouped GEMMs of their experts."""
 
 import re
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -159,6 +160,47 @@ def test_all_is_as_with_the_all_to_all_dispatcher(groups_of, ep, etp, engine, op
             for layer in (own, upstreams)
         ]
         assert names[0] == names[1]
+
+
+class FilledTail(torch.autograd.Function):
+    """Fills the rows of a tail, in the forward and as their gradient."""
+
+    @staticmethod
+    def forward(ctx, rows, tail, forward, backward):
+        ctx.tail, ctx.backward_value = tail, backward
+        return rows.masked_fill(tail, forward)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.masked_fill(ctx.tail, ctx.backward_value), None, None, None
+
+
+@requires_world_size(2)
+def test_fused_permutations_leave_anything_in_the_rows_after_the_experts(groups_of):
+    """Transformer Engine's kernels neither write these rows nor read them."""
+    groups, padding = groups_of(2, 1), torch.zeros(BATCH, LENGTH, dtype=torch.bool).to(Utils.device)
+    own = make(groups, config_of(expert_model_parallel_size=2, **ON_DEVICE), False, is_own=True)
+    expected = results(own, padding)
+    own.zero_grad()
+    own.experts.config = copy(own.config)
+    own.experts.config.moe_permute_fusion = True
+    dispatcher = own.token_dispatcher
+    dispatch, combine = dispatcher.dispatch_postprocess, dispatcher.combine_preprocess
+
+    def tail_of(rows):
+        return torch.arange(len(rows), device=rows.device) >= dispatcher.local_map.sum()
+
+    def dispatched(*tokens):
+        rows, counts, weights = dispatch(*tokens)
+        tail = tail_of(rows)
+        rows = FilledTail.apply(rows, tail[:, None], torch.nan, 0.0)
+        return rows, counts, FilledTail.apply(weights, tail, torch.nan, 0.0)
+
+    def combined(rows):
+        return combine(FilledTail.apply(rows, tail_of(rows)[:, None], 0.0, torch.nan))
+
+    dispatcher.dispatch_postprocess, dispatcher.combine_preprocess = dispatched, combined
+    torch.testing.assert_close(results(own, padding), expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize(

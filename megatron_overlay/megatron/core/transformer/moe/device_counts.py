@@ -11,6 +11,7 @@ other ranks are a tail that the grouped GEMMs leave out.
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.tensor_parallel import reduce_scatter_to_sequence_parallel_region
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import permute
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
@@ -69,6 +70,16 @@ class DeviceCountDispatcher(MoEAllGatherTokenDispatcher):
         )
         self.routing_map = None
         return rows, self.local_map.sum(dim=0), self.local_probs
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Sum the expert ranks' outputs ``[T, H]``; each rank takes its own tokens.
+
+        Upstream sums in the precision of the probabilities. Of two ranks a sum is rounded once in
+        any precision, so it takes half of the bytes in that of the outputs.
+        """
+        if self.tp_ep_group.size() != 2:
+            return super().token_combine(hidden_states)
+        return reduce_scatter_to_sequence_parallel_region(hidden_states, group=self.tp_ep_group)
 
 
 class DeviceCountMoELayer(MoELayer):

@@ -82,7 +82,8 @@ def apply_experts(
     Args:
         first, second: weights ``[F, H]`` and ``[H, F]`` of each expert's layers.
         hidden: ``[rows, H]``, ordered by expert; with expert parallelism, rows after those of the
-            last expert mean nothing, and have zeros in the output and as their gradient.
+            last expert mean nothing. They have zeros in the output and as their gradient, or any
+            numbers with ``moe_permute_fusion``, whose kernels read the experts' rows alone.
         tokens_per_expert: ``[experts]``, integers.
         probs: ``[rows]``, weights of the experts' activations.
 
@@ -92,7 +93,8 @@ def apply_experts(
     config, weights = experts.config, probs.unsqueeze(-1)
     ends = tokens_per_expert.to(hidden.device).cumsum(0, dtype=torch.int32)
     tail = None
-    if experts.ep_group.size() > 1 and counts_stay_on_device(config):
+    has_tail = experts.ep_group.size() > 1 and counts_stay_on_device(config)
+    if has_tail and not config.moe_permute_fusion:
         tail = (torch.arange(len(hidden), device=hidden.device) >= ends[-1]).unsqueeze(-1)
     if config.moe_apply_probs_on_input:
         hidden = (weights * hidden).to(hidden.dtype)
@@ -109,7 +111,8 @@ class _GroupedLinear(torch.autograd.Function):
     """Multiplies the rows of each group with the group's own weight; biases there are none.
 
     The backward stacks the weights again, so that no copies of them are kept for it. The grouped
-    GEMM leaves rows of the tail as they were in memory: they become zeros, in both directions.
+    GEMM leaves rows of the tail as they were in memory: given a tail, they become zeros, in both
+    directions.
     """
 
     @staticmethod
