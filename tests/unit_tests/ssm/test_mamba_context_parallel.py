@@ -3,11 +3,13 @@
 """Tokens and heads of a Mamba mixer whose heads are spread over CP ranks: order and limits."""
 
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.head_parallel_limits import check_gated_delta_net, check_mamba
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.token_order import sample_of_each_token, to_rank_order, to_sequence_order
@@ -21,6 +23,28 @@ PACKED = (5, 0, 1, 19, 9)
 
 def packed_of_one(*bounds: int) -> PackedSeqParams:
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor(bounds, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(("features", "is_copied"), [(72, False), (68, True)])
+def test_kernels_get_a_microbatch_as_it_lies_if_they_take_its_strides(
+    features, is_copied, monkeypatch
+):
+    """Those of causal_conv1d take multiples of 8 alone."""
+    given = []
+
+    def kernel(tokens, *_, **__):
+        given.append(tokens)
+        return tokens
+
+    monkeypatch.setattr(mamba_mixer, "mamba_split_conv1d_scan_combined", kernel)
+    mixer = MagicMock(rmsnorm=False, D_has_hdim=False)
+    mixer.cp.get_A_log.return_value = torch.zeros(4)
+    mixer.cp.get_conv1d_weight.return_value = torch.zeros(2, 1, 4)
+    mixer.cp.post_conv_ssm = lambda tokens, _: tokens
+    projected = torch.randn(6, 3, features)
+    assert torch.equal(MambaMixer._ssm_training(mixer, projected), projected)
+    assert (given[0].data_ptr() != projected.data_ptr()) == is_copied
+    assert all(stride % 8 == 0 for stride in given[0].stride()[:2]) != is_copied
 
 
 @pytest.mark.parametrize("cp_size", [2, 3, 4, 8])
