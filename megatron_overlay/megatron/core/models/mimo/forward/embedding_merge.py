@@ -76,13 +76,14 @@ def place_rows(
     runs on all ranks alike.
     """
     seq_length, batch_size, hidden = text.shape
-    flat = text.transpose(0, 1).reshape(-1, hidden)
+    flat = text.reshape(-1, hidden)
     for name, rows in modality_embeddings.items():
         is_token = (input_ids == special_token_ids[name]).flatten()
         # The host knows the number of places, so nonzero need not wait for the device.
         places = torch.nonzero_static(is_token, size=len(rows)).squeeze(1)
+        places = places % seq_length * batch_size + places // seq_length  # [B, S] to [S, B]
         flat = flat.index_copy(0, places, rows.to(flat.dtype))
-    return flat.view(batch_size, seq_length, hidden).transpose(0, 1).contiguous()
+    return flat.view(text.shape)
 
 
 def with_whole_gradient(model: MegatronModule, rows: Tensor) -> Tensor:
