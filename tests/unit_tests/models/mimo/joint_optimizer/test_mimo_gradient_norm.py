@@ -8,22 +8,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.models.mimo.joint_optimizer import optimizer
+from megatron.core.models.mimo.joint_optimizer import gradients, optimizer
 from tests.unit_tests.examples.nemotron_vlm.runs import Run, trainer
 from tests.unit_tests.test_utilities import requires_world_size
 
 
 def norm_of_ones(run: Run) -> float:
     """Take a step in which every element of every gradient is one."""
-    prepare = run.optimizer.prepare_grads
+    launch = run.optimizer.launch
 
-    def prepare_ones() -> bool:
+    def launch_with_ones() -> None:
         for stage in run.stages:
             for parameter in stage.parameters():
                 parameter.main_grad.fill_(1)
-        return prepare()
+        launch()
 
-    run.optimizer.prepare_grads = prepare_ones
+    run.optimizer.launch = launch_with_ones
     record = run.train_step()
     assert not record["skipped"]
     return record["grad_norm"]
@@ -74,6 +74,6 @@ def test_a_bad_gradient_of_a_repeated_parameter_is_found_wherever_it_is_kept(is_
         config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=is_aware),
     )
     setattr(parameter, name, torch.ones(2))
-    assert not optimizer._unscale(leaf)
+    assert not gradients.unscale(leaf)
     setattr(parameter, name, torch.tensor([1, torch.nan]))
-    assert optimizer._unscale(leaf)
+    assert gradients.unscale(leaf)

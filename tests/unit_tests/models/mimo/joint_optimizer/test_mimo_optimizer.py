@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.joint_optimizer.state import leaves
+from megatron.core.models.mimo.schedule import grad_finalization
 from megatron.core.utils import unwrap_model
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import APART, FLAT
 from tests.unit_tests.examples.nemotron_vlm.runs import Run, trainer
@@ -86,16 +87,16 @@ class TestBadGradients:
     def test_on_one_rank_make_all_skip(self, layout, options, bad, module, kind, monkeypatch):
         """Weights and expert biases stay, and the next good step is taken by all."""
         with run_of(layout, *options) as run:
-            before, prepare = gather_weights(run.stages), run.optimizer.prepare_grads
+            before, launch = gather_weights(run.stages), run.optimizer.launch
             assert any(key.endswith("expert_bias") for key in before)
             (scale,) = scales(run)
 
-            def prepare_bad():
+            def launch_with_bad():
                 spoil(run, module, kind, bad)
-                return prepare()
+                launch()
 
             with monkeypatch.context() as patch:
-                patch.setattr(run.optimizer, "prepare_grads", prepare_bad)
+                patch.setattr(run.optimizer, "launch", launch_with_bad)
                 assert step(run) == [(False, None, None)] * 4
             assert_shards_equal(run.stages, before)
             assert scales(run) == {scale / 2 if options else scale}
@@ -115,6 +116,16 @@ class TestBadGradients:
                 (first, *_) = leaves(run.optimizer.module_infos[LANGUAGE].optimizer)
                 monkeypatch.setattr(first, "step_with_ready_grads", lambda: False)
             assert not any(stepped for stepped, *_ in step(run))
+
+
+def test_a_step_launches_the_norm_before_the_host_waits_for_the_gradients(monkeypatch):
+    """Else the device idles while the host goes through all parameters."""
+    launched = []
+    with run_of(COLOCATED) as run:
+        is_launched = lambda _: launched.append(run.optimizer._launched is not None)  # noqa: E731
+        monkeypatch.setattr(grad_finalization, "check_step", is_launched)
+        assert step(run)[0][0]
+    assert launched == [True]
 
 
 def test_norm_and_zeros_are_counted_once_wherever_parameters_are():

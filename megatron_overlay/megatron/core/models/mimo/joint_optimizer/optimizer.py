@@ -10,15 +10,23 @@ alike, and step or skip alike.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.mimo import optimizer as upstream
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
+from megatron.core.models.mimo.joint_optimizer.gradients import (
+    clip,
+    gradients_of,
+    max_over_ranks,
+    square,
+    total_norm,
+    unscale,
+)
 from megatron.core.models.mimo.joint_optimizer.state import (
     GATHERED,
     SHARDING,
@@ -27,12 +35,10 @@ from megatron.core.models.mimo.joint_optimizer.state import (
     sharded_optimizer_state,
 )
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.utils import unwrap_model
 
 if TYPE_CHECKING:
@@ -70,6 +76,8 @@ class MimoOptimizer(upstream.MimoOptimizer):
         super().__init__(module_infos, config)
         self._expert_biases = [(bias, bias.clone()) for bias in expert_biases]
         self._loss_scale = 1.0
+        self._launched: torch.Tensor | None = None
+        self._gradients: list[list[torch.Tensor]] = []
         self.takes_saved_rates = self.saves_own_shards = False
         self._agree_on_loss_scale()
 
@@ -86,7 +94,7 @@ class MimoOptimizer(upstream.MimoOptimizer):
         if self.config.fp16 or self.config.loss_scale:
             scalers = [getattr(leaf, "grad_scaler", None) for leaf in self._leaves]
             own = [float(scaler.scale) for scaler in scalers if scaler is not None]
-            (self._loss_scale,) = _max_over_ranks([max(own, default=0.0)])
+            self._loss_scale = float(max_over_ranks([max(own, default=0.0)]))
 
     @property
     def _optimizers(self) -> dict[str, MegatronOptimizer]:
@@ -103,40 +111,52 @@ class MimoOptimizer(upstream.MimoOptimizer):
         return [leaf for opt in self._optimizers.values() for leaf in leaves(opt)]
 
     @torch.no_grad()
-    def prepare_grads(self) -> bool:
-        """Unscale the gradients and return whether any rank found an inf or NaN. Collective.
+    def launch(self) -> None:
+        """Launch what a step reads of the reduced gradients: the verdict and the norm. Collective.
 
-        The common verdict updates the loss scales, so they stay the same in all modules.
+        `finalize_mimo_grads` calls it before the host waits for the gradients: the device works
+        while the host goes through all parameters. The host waits for loss scalers alone.
         """
-        found = [_unscale(leaf) for leaf in self._leaves]
-        (found_inf,) = _max_over_ranks([any(found)])
+        found = [unscale(leaf) for leaf in self._leaves]
+        self._launched = max_over_ranks([sum(found), *self._squares()])
+        self._gradients = [[each for _, each in gradients_of(leaf)] for leaf in self._leaves]
+
+    def _squares(self) -> list[float | torch.Tensor]:
+        """Return the squares of the modules' norms, in the order of their names; zero for others'
+        modules, as each rank of a module knows its square. Collective in each module."""
+        own = {name: square(optimizer) for name, optimizer in self._optimizers.items()}
+        return [own.get(name, 0.0) for name in sorted(self.module_infos)]
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Unscale the gradients and return whether any rank found an inf or NaN. Collective."""
+        if self._launched is None:
+            self.launch()
+        found_inf, self._launched = bool(self._launched[0]), None
+        self._update_scales(found_inf)
+        return found_inf
+
+    def _update_scales(self, found_inf: bool) -> None:
+        """Update the loss scales by the common verdict, so that they stay the same in all modules;
+        collective if loss scaling is on."""
         for leaf in self._leaves:
             if getattr(leaf, "grad_scaler", None) is not None:
-                leaf.grad_scaler.update(bool(found_inf))
+                leaf.grad_scaler.update(found_inf)
         self._agree_on_loss_scale()
-        return bool(found_inf)
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
         """Return the L2 norm of all gradients, each counted once, alike on all ranks. Collective.
 
-        Every rank of a module knows the module's norm; a maximum over ranks gives it to the others.
-        The sum is rounded as in upstream's class, so that runs of both clip alike to the last bit.
-        With deterministic algorithms it is summed in fp64 and rounded once: its bits, by which
-        gradients are clipped, do not tell how the gradients are split over ranks.
+        A maximum over ranks gives a module's norm to ranks without the module.
         """
-        is_exact = torch.are_deterministic_algorithms_enabled()
-        own = {
-            name: _exact_square(opt) if is_exact else float(opt.get_grad_norm()) ** 2
-            for name, opt in self._optimizers.items()
-        }
-        squares = _max_over_ranks([own.get(name, 0.0) for name in sorted(self.module_infos)])
-        kept = torch.float64 if is_exact else torch.float32
-        return float(torch.tensor(squares, dtype=kept).sum().sqrt().float())
+        return total_norm(max_over_ranks(self._squares()).tolist())
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
         """Clip by the global gradient norm and step every module, or none. Collective.
+
+        Verdict and norm are those of the gradients at the last `launch` since `zero_grad`.
 
         Returns:
             Whether all modules stepped; the gradient norm before clipping, None if it is not
@@ -150,20 +170,25 @@ class MimoOptimizer(upstream.MimoOptimizer):
         return result
 
     def _step(self) -> tuple[bool, float | None, int | None]:
-        found_inf = self.prepare_grads()
-        grad_norm = self.get_grad_norm()
+        if self._launched is None:
+            self.launch()
+        found_inf, *squares = self._launched.tolist()
+        self._launched = None
+        self._update_scales(bool(found_inf))
+        grad_norm = total_norm(squares)
         if found_inf or not math.isfinite(grad_norm):
             return False, None, None
-        for leaf in self._leaves:
-            _clip(leaf, grad_norm)
+        for gradients in self._gradients:
+            clip(gradients, self.config.clip_grad, grad_norm)
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         if grad_norm > self.config.grad_norm_skip_threshold:
             return False, grad_norm, zeros
-        (any_failed,) = _max_over_ranks([not self.step_with_ready_grads()])
+        any_failed = bool(max_over_ranks([not self.step_with_ready_grads()]))
         return not any_failed, grad_norm, zeros
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear this rank's gradients, and note the expert biases that a skipped step restores."""
+        self._launched, self._gradients = None, []
         for bias, before in self._expert_biases:
             before.copy_(bias)
         super().zero_grad(set_to_none)
@@ -250,7 +275,9 @@ def get_mimo_optimizer(
                 config, stages, infos[name].pg_collection, overrides
             )
             found += [getattr(m, "expert_bias", None) for stage in stages for m in stage.modules()]
-    return MimoOptimizer(infos, config, [bias for bias in found if bias is not None])
+    optimizer = MimoOptimizer(infos, config, [bias for bias in found if bias is not None])
+    models[0].optimizer = weakref.ref(optimizer)
+    return optimizer
 
 
 def _stages(models: list[MimoModel], name: str) -> list[torch.nn.Module]:
@@ -276,57 +303,3 @@ def _module_optimizer(
     )
     trained = [leaf for leaf in leaves(optimizer) if not leaf.is_stub_optimizer]
     return ChainedOptimizer(trained) if trained else None
-
-
-def _unscale(leaf: MegatronOptimizer) -> bool:
-    """Run ``prepare_grads`` of one optimizer without updating its loss scale; True for inf or NaN.
-
-    Without a loss scaler, an inf or NaN shows in the gradient norm, except in parameters that TP
-    ranks repeat: the norm reads those on the first TP rank only, so they are checked here.
-    """
-    if getattr(leaf, "grad_scaler", None) is None:
-        found_inf = leaf.prepare_grads()
-        is_aware = leaf.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-        name = "decoupled_grad" if is_aware else "grad"
-        repeated = [
-            getattr(parameter, name).abs().sum()
-            for parameter in leaf.get_parameters()
-            if getattr(parameter, name, None) is not None
-            and not param_is_not_tensor_parallel_duplicate(
-                parameter, leaf.tp_group, getattr(leaf, "expert_tp_group", None)
-            )
-        ]
-        return found_inf or bool(repeated and not torch.stack(repeated).sum().isfinite())
-    leaf._copy_model_grads_to_main_grads()
-    return leaf._unscale_main_grads_and_check_for_nan()
-
-
-def _exact_square(optimizer: MegatronOptimizer) -> float:
-    """Return the sum of the squares of a module's gradients, in fp64. Collective in the module."""
-    total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
-    for leaf in leaves(optimizer):
-        own = torch.zeros_like(total)
-        for gradient in leaf.get_grads_for_grad_norm():
-            own += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
-        dist.all_reduce(own, group=leaf.get_grad_stats_parallel_group())
-        total += own
-    return float(total)
-
-
-def _clip(leaf: MegatronOptimizer, grad_norm: float) -> None:
-    parameters = leaf.get_parameters()
-    if parameters and leaf.config.clip_grad > 0:
-        clip_grad_by_total_norm_fp32(
-            parameters,
-            leaf.config.clip_grad,
-            grad_norm,
-            leaf.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-        )
-
-
-def _max_over_ranks(values: list[float]) -> list[float]:
-    """Return elementwise maxima over all ranks; NaN counts as inf, as a maximum may drop it."""
-    known = [math.inf if math.isnan(value) else float(value) for value in values]
-    largest = torch.tensor(known, dtype=torch.float64, device=torch.cuda.current_device())
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest.tolist()

@@ -107,8 +107,9 @@ def finalize_mimo_grads(
     """Reduce each module's gradients over its own groups, then divide all by one token count.
 
     A drop-in ``finalize_model_grads_func``. Upstream's would sum the token count over an encoder's
-    own DP ranks, which is not the number of tokens that the loss was summed over. Collective over
-    all ranks of the model.
+    own DP ranks, which is not the number of tokens that the loss was summed over. A `MimoOptimizer`
+    of the model then launches what its step reads of the gradients, before the host waits for them.
+    Collective over all ranks of the model.
 
     Args:
         num_tokens: scalar, tokens with a loss on this rank; None skips the division.
@@ -121,6 +122,9 @@ def finalize_mimo_grads(
         total = language_total(on_device, model[0], _language_groups(pg_collection))
         for stage in itertools.chain(*_held_modules(model)):
             stage.scale_gradients(1.0 / total.clamp(min=1))
+    optimizer = getattr(model[0], "optimizer", lambda: None)()
+    if optimizer is not None:
+        optimizer.launch()
     if are_checked:
         check_step(model)
 
