@@ -9,6 +9,7 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.data import have_equal_images
 from examples.mimo.nemotron_vlm.encoders.entry import Configs
+from examples.mimo.nemotron_vlm.model.language_loss import HybridModelWithLossKernel
 from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs, layer_specs
 from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE as LANGUAGE_PART
 from examples.mimo.nemotron_vlm.model.part_settings import ModelPart, parts_named
@@ -149,8 +150,9 @@ def _language_spec(
     groups: ProcessGroupCollection | None,
     vp_stage: int | None,
 ) -> ModuleSpec:
+    module = HybridModelWithLossKernel if args.loss_kernel else HybridModel
     if groups is None:
-        return ModuleSpec(module=HybridModel, params={"config": config})
+        return ModuleSpec(module=module, params={"config": config})
     stage, stages = groups.pp.rank(), groups.pp.size()
     last = (config.virtual_pipeline_model_parallel_size or 1) - 1
     params = {name: getattr(args, name) for name in OF_LANGUAGE} | dict(
@@ -166,7 +168,7 @@ def _language_spec(
         scatter_embedding_sequence_parallel=False,
         pg_collection=groups,
     )
-    return ModuleSpec(module=HybridModel, params=params)
+    return ModuleSpec(module=module, params=params)
 
 
 def placed(preset: VLMPreset, layouts: Layouts) -> dict[str, tuple[Layout, int]]:

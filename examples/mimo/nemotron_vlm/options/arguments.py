@@ -30,10 +30,12 @@ from examples.mimo.common.layout import (
 from examples.mimo.common.layout_rules import CHUNKWISE, staged_pattern
 from examples.mimo.common.refusals import REFUSALS, refuse
 from examples.mimo.common.steps import batches_of_first_size, growing_batch
+from examples.mimo.nemotron_vlm.data import have_equal_images
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
     check_encoder_schedule,
     set_encoder_schedule,
 )
+from examples.mimo.nemotron_vlm.model.language_loss import has_loss_kernel
 from examples.mimo.nemotron_vlm.model.model import VLMConfigs, make_configs, parts_in_fp8
 from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE as LANGUAGE_PART
 from examples.mimo.nemotron_vlm.model.part_settings import PartSettings, by_encoder, part_settings
@@ -194,7 +196,13 @@ def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:
     if args.log_straggler:
         default("logging_level", logging.INFO)  # that of its lines
     default("async_save", saves_asynchronously(args))
-    default("cross_entropy_loss_fusion", args.bf16)
+    is_open = args.cross_entropy_loss_fusion is None and args.cross_entropy_fusion_impl == "native"
+    args.loss_kernel = is_open and has_loss_kernel()
+    default("cross_entropy_loss_fusion", args.bf16 and not args.loss_kernel)
+    has_one_size = have_equal_images(args) and args.step_batch_size_schedule is None
+    if args.device == "cuda" and has_one_size:
+        # cuDNN's norms are faster, but each number of tokens has its own kernel, made at first use.
+        os.environ.setdefault("NVTE_NORM_FWD_USE_CUDNN", "1")
     default("overlap_param_gather", args.use_distributed_optimizer and args.overlap_grad_reduce)
     args.use_persistent_ckpt_worker |= args.async_save  # Megatron has no other worker
     default("eval_interval", args.train_iters or 1000)

@@ -2,11 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defaults that follow from the device, the layout and CUDA graphs."""
 
+import os
+
 import pytest
 import torch
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, THREE_PHASES
+from examples.mimo.nemotron_vlm.options import arguments
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from tests.unit_tests.examples.nemotron_vlm.options.test_stock_options import (
     ENGINE,
@@ -104,18 +107,40 @@ def test_token_counts_stay_on_the_host_of_other_gpus(generation, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "is_fused"),
+    ("options", "expected"),
     [
-        ("--bf16", True),
-        ("--bf16 --no-cross-entropy-loss-fusion", False),
-        ("--fp16", False),
-        ("", False),
+        ("--device cuda", "1"),
+        ("--device cuda --model tiny-omni --dynamic-resolution", None),
+        ("--device cpu", None),
     ],
 )
-def test_the_fused_loss_is_that_of_bf16(options, is_fused):
-    """Megatron's rounds the gradients of the logits to bfloat16, whatever the precision."""
-    line = f"--device cuda --data mock --transformer-impl local {options}"
-    assert parsed(line, 1).args.cross_entropy_loss_fusion is is_fused
+def test_cudnn_has_the_norms_of_one_number_of_tokens(options, expected, monkeypatch):
+    """It makes a kernel for each number; Transformer Engine reads the variable."""
+    monkeypatch.setenv("NVTE_NORM_FWD_USE_CUDNN", "")  # so that the test's end restores it
+    del os.environ["NVTE_NORM_FWD_USE_CUDNN"]
+    parsed(f"--data mock --transformer-impl local {options}", 1)
+    assert os.environ.get("NVTE_NORM_FWD_USE_CUDNN") == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "has_kernel", "expected"),
+    [
+        ("--device cuda", True, "kernel"),
+        ("--device cuda --bf16", True, "kernel"),
+        ("--device cuda --bf16 --cross-entropy-loss-fusion", True, "Megatron's fused"),
+        ("--device cuda --bf16 --no-cross-entropy-loss-fusion", True, "Megatron's"),
+        ("--device cuda --bf16", False, "Megatron's fused"),
+        ("--device cuda --fp16", False, "Megatron's"),
+        ("--device cuda", False, "Megatron's"),
+        ("--device cpu", True, "Megatron's"),
+    ],
+)
+def test_the_loss(options, has_kernel, expected, monkeypatch):
+    """Megatron's fused one rounds the gradients of the logits to bfloat16, in any precision."""
+    monkeypatch.setattr(arguments, "has_loss_kernel", lambda: has_kernel)
+    args = parsed(f"--data mock --transformer-impl local {options}", 1).args
+    fused = "Megatron's fused" if args.cross_entropy_loss_fusion else "Megatron's"
+    assert ("kernel" if args.loss_kernel else fused) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The language model's loss on GPUs, by the kernel of flash-linear-attention.
+
+Megatron's fused loss is five kernels, which keep an fp32 softmax and round the gradients of the
+logits to bfloat16. This one reads the logits once in each direction, keeps one number a token, and
+its gradients have the precision of the logits.
+"""
+
+from importlib.util import find_spec
+
+from torch import Tensor
+
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+
+def has_loss_kernel() -> bool:
+    """Return whether flash-linear-attention is installed."""
+    return find_spec("fla") is not None
+
+
+class HybridModelWithLossKernel(HybridModel):
+    """A hybrid model on GPUs whose loss the kernel computes."""
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Compute the cross entropy of each token; a collective of the TP ranks.
+
+        Args:
+            labels: ``[b, s]``, integers; a token of label -100 has no loss.
+            logits: ``[s, b, vocabulary/tp]``.
+
+        Returns:
+            ``[b, s]``, fp32.
+        """
+        from fla.modules.fused_cross_entropy import cross_entropy_loss
+
+        tp = self.pg_collection.tp
+        losses, _ = cross_entropy_loss(
+            logits.flatten(0, 1),
+            labels.t().flatten(),
+            process_group=tp if tp.size() > 1 else None,
+        )
+        return losses.view(logits.shape[:2]).t().contiguous()
