@@ -19,8 +19,8 @@ from mini import (
 
 SCRIPT, NAME, LOCK = "examples/run_it.py", "0003-script", "patches/upstream.toml"
 DIFF = edit(SCRIPT, "s_3", "S_three")
-ABSENT = f"left out: {NAME}.patch: {SCRIPT} is not in this tree"
-CHANGED = f"left out: {NAME}.patch: {SCRIPT} has been changed"
+ABSENT = f"left out: {NAME}.patch: only git checkouts have {SCRIPT}"
+CHANGED = f"left out: {NAME}.patch: this tree has changed {SCRIPT}"
 
 
 @pytest.fixture

@@ -85,8 +85,8 @@ class Application:
         for one in [one for one in patched if one.left_out]:
             paths = git.paths_of(one.diff)
             absent = [path for path in paths if self.journal.read(path) is None]
-            why = "is not in this tree" if absent else "has been changed"
-            notices.append(f"left out: {one.name}: {' or '.join(absent or paths)} {why}")
+            why = "only git checkouts have" if absent else "this tree has changed"
+            notices.append(f"left out: {one.name}: {why} {' or '.join(absent or paths)}")
         link = link or any(known.states[-1].startswith(LINK) for known in self.known.values())
         contents = series.last_tree(patched)
         goal = {path: Entry(d, self.journal.before(path).mode) for path, d in contents.items()}
