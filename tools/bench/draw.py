@@ -33,12 +33,14 @@ HEAD += "---:|" * len([*SPEED, *REST])
 """Head of the table in Markdown."""
 
 HEADLINE = {
-    ("graphs", "graphs"): "encoder 79 % of the work, CUDA graphs",
+    ("fp8", "bf16"): "encoder 79 % of the work, CUDA graphs",
+    ("fp8", "both, delayed, experts in bf16"): "encoder 79 %, FP8, CUDA graphs",
     ("graphs-50", "eager"): "encoder 50 %, eagerly",
-    ("graphs-50", "whole layers"): "encoder 50 %, CUDA graphs",
+    ("graphs-samples", "4 samples"): "encoder 50 %, CUDA graphs",
     ("two-gpus", "two"): "encoder 79 %, both modules dp=2",
-    ("fp8", "both"): "encoder 79 %, FP8, CUDA graphs",
-    ("graphs-experts", "whole layers"): "encoder 50 %, dp=2, language tp=2 ep=2, CUDA graphs",
+    ("heterogeneous-50-graphs", "encoder dp=2"): (
+        "encoder 50 %, dp=2, language tp=2 ep=2, CUDA graphs"
+    ),
     ("bubbles-50-large", "bubbles, 2 at once"): (
         "encoder 50 %, dp=2, in the bubbles of language pp=2, CUDA graphs"
     ),

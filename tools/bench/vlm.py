@@ -18,7 +18,6 @@ Options after -- are passed to the program in every run.
 import argparse
 import json
 import os
-import re
 import shlex
 import statistics
 import subprocess
@@ -79,9 +78,15 @@ def main(arguments: list[str]) -> int:
 
 
 def runs_of(row: str) -> dict[str, dict]:
-    """Return a row's runs by name: ranks, and arguments of the program."""
+    """Return a row's runs by name; the arguments of a run follow those of the run `like` it."""
     runs = ROWS["row"][row]["runs"]
-    return ROWS["shared"][runs] if isinstance(runs, str) else runs
+    runs = ROWS["shared"][runs] if isinstance(runs, str) else runs
+    found = {}
+    for name, run in runs.items():
+        base = runs.get(run.get("like"), {})
+        words = f"{base.get('arguments', '')} {run.get('arguments', '')}"
+        found[name] = {**base, **run, "arguments": words}
+    return found
 
 
 def torchrun(ranks: int) -> list[str]:
@@ -96,8 +101,7 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory)
         rest = ["--train-iters", str(last + PROFILED), "--metrics-out", str(out / "metrics.jsonl")]
-        rest += ["--seed", "1", "--log-throughput", "--log-interval", "1"]
-        rest += ["--log-file", str(out / "log.txt"), "--tensorboard-dir", str(out / "tensorboard")]
+        rest += ["--seed", "1", "--tensorboard-dir", str(out / "tensorboard")]
         rest += ["--profile", "--use-pytorch-profiler", "--profile-ranks", "0"]
         rest += ["--profile-step-start", str(last), "--profile-step-end", str(last + PROFILED)]
         given = [word.replace("{out}", directory) for word in arguments]
@@ -105,19 +109,16 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
         checkout = os.environ.get("CHECKOUT", ROOT / "build" / "Megatron-LM")
         subprocess.run(command, check=True, cwd=checkout)
         records = list(map(json.loads, (out / "metrics.jsonl").read_text().splitlines()))
-        log = (out / "log.txt").read_text()
         trace = read(out / "torch_profile" / "rank-0.json.gz")
         saved = sizes_of_saves(out / "saved")
     counted = records[WARM_UP:last]
     seconds = statistics.median(record["step_time_s"] for record in counted)
     waited = sum(record["data_wait_s"] for record in counted)
-    numbers = [float(n) for n in re.findall(r"throughput per GPU \(TFLOP/s/GPU\): (\S+)", log)]
     idle = None
     if trace:  # the profiler slows down launches, but not kernels
         busy = (1 - trace["idle"]) * trace["total"] / 1e6 / PROFILED
         idle = max(0.0, 1 - busy / seconds)
     paused = sum(record["pause_s"] for record in records)
-    memory = re.findall(r"max allocated: (\S+)", log)
     return {
         "ranks": ranks,
         "arguments": shlex.join(arguments),
@@ -125,8 +126,8 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
         "first_step_s": records[0]["step_time_s"],
         "step_s": seconds,
         "tokens_per_s_per_gpu": tokens_a_step(arguments) / seconds / ranks,
-        "tflops_per_gpu": statistics.median(numbers[WARM_UP:last]),
-        "peak_memory_gib": max(map(float, memory)) / 1024 if memory else None,
+        "tflops_per_gpu": statistics.median(record["tflops"] for record in counted),
+        "peak_memory_gib": records[-1]["memory_gib"] or None,
         "data_wait": waited / sum(record["step_time_s"] for record in counted),
         "idle": idle,
         # An asynchronous save holds steps up as it begins, and as it is made known. After the last
