@@ -130,19 +130,19 @@ class MimoOptimizer(upstream.MimoOptimizer):
     @torch.no_grad()
     def prepare_grads(self) -> bool:
         """Unscale the gradients and return whether any rank found an inf or NaN. Collective."""
+        return bool(self._read()[0])
+
+    def _read(self) -> list[float]:
+        """Wait for what `launch` has launched, and update the loss scales by the common verdict, so
+        that they stay the same in all modules. Collective."""
         if self._launched is None:
             self.launch()
-        found_inf, self._launched = bool(self._launched[0]), None
-        self._update_scales(found_inf)
-        return found_inf
-
-    def _update_scales(self, found_inf: bool) -> None:
-        """Update the loss scales by the common verdict, so that they stay the same in all modules;
-        collective if loss scaling is on."""
+        numbers, self._launched = self._launched.tolist(), None
         for leaf in self._leaves:
             if getattr(leaf, "grad_scaler", None) is not None:
-                leaf.grad_scaler.update(found_inf)
+                leaf.grad_scaler.update(bool(numbers[0]))
         self._agree_on_loss_scale()
+        return numbers
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
@@ -170,11 +170,7 @@ class MimoOptimizer(upstream.MimoOptimizer):
         return result
 
     def _step(self) -> tuple[bool, float | None, int | None]:
-        if self._launched is None:
-            self.launch()
-        found_inf, *squares = self._launched.tolist()
-        self._launched = None
-        self._update_scales(bool(found_inf))
+        found_inf, *squares = self._read()
         grad_norm = total_norm(squares)
         if found_inf or not math.isfinite(grad_norm):
             return False, None, None
