@@ -155,7 +155,7 @@ def measured_upstream(run: dict, arguments: list[str], ours: dict) -> dict[str, 
     """
     ranks, checkout = run["ranks"], os.environ["MEGATRON_GIT_CHECKOUT"]
     with tempfile.TemporaryDirectory() as directory:
-        rest = ["--train-iters", str(WARM_UP + MEASURED), "--log-interval", "1000", "--seed", "1"]
+        rest = ["--train-iters", str(WARM_UP + MEASURED), "--seed", "1"]
         program = [str(Path(__file__).with_name("upstream.py")), directory, run["script"]]
         paths = os.pathsep.join([checkout, os.environ.get("PYTHONPATH", "")])
         subprocess.run(
