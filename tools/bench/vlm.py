@@ -111,6 +111,8 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
         records = list(map(json.loads, (out / "metrics.jsonl").read_text().splitlines()))
         trace = read(out / "torch_profile" / "rank-0.json.gz")
         saved = sizes_of_saves(out / "saved")
+    if skipped := sum(record["skipped"] for record in records):
+        raise SystemExit(f"{skipped} of {len(records)} steps were skipped: bad gradients")
     counted = records[WARM_UP:last]
     seconds = statistics.median(record["step_time_s"] for record in counted)
     waited = sum(record["data_wait_s"] for record in counted)

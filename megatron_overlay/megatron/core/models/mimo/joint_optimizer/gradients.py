@@ -70,15 +70,28 @@ def square(optimizer: ChainedOptimizer) -> torch.Tensor:
         if is_exact:
             for gradient in gradients:
                 own += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
-        elif gradients:
-            own += _norm(gradients) ** 2
+        else:
+            own += sum(_norm(each) ** 2 for each in of_one_type(gradients))
         dist.all_reduce(own, group=group)
         total += own
     return total
 
 
+def of_one_type(gradients: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Divide gradients into lists of one type each.
+
+    Fused kernels read all tensors of a list in the type of the first. Mamba-2's rates are fp32 in a
+    model in bfloat16, so gradients of both types come where bfloat16 gradients are not cast to
+    fp32.
+    """
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        found.setdefault(gradient.dtype, []).append(gradient)
+    return list(found.values())
+
+
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of gradients, fp32, by a fused kernel where there is one."""
+    """Return the norm of gradients of one type, fp32, by a fused kernel where there is one."""
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # would wait for each gradient
         return get_total_norm(gradients)
     overflow = torch.zeros(1, dtype=torch.int, device=gradients[0].device)
@@ -94,10 +107,10 @@ def total_norm(squares: list[float]) -> float:
 
 
 def clip(gradients: list[torch.Tensor], most: float, norm: float) -> None:
-    """Scale gradients down to a norm of ``most``, if the norm of all is larger; by upstream's
-    formula."""
+    """Scale gradients of one type down to a norm of ``most``, if the norm of all is larger; by
+    upstream's formula."""
     factor = most / (norm + 1e-6)
-    if gradients and 0 < factor < 1:
+    if 0 < factor < 1:
         overflow = torch.zeros(1, dtype=torch.int, device=gradients[0].device)
         lists = [gradients, gradients]
         clip_grads.multi_tensor_applier(clip_grads.multi_tensor_scale_impl, overflow, lists, factor)

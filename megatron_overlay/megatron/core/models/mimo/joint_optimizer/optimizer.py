@@ -23,6 +23,7 @@ from megatron.core.models.mimo.joint_optimizer.gradients import (
     clip,
     gradients_of,
     max_over_ranks,
+    of_one_type,
     square,
     total_norm,
     unscale,
@@ -119,7 +120,8 @@ class MimoOptimizer(upstream.MimoOptimizer):
         """
         found = [unscale(leaf) for leaf in self._leaves]
         self._launched = max_over_ranks([sum(found), *self._squares()])
-        self._gradients = [[each for _, each in gradients_of(leaf)] for leaf in self._leaves]
+        own = [gradient for leaf in self._leaves for _, gradient in gradients_of(leaf)]
+        self._gradients = of_one_type(own)
 
     def _squares(self) -> list[float | torch.Tensor]:
         """Return the squares of the modules' norms, in the order of their names; zero for others'
