@@ -35,6 +35,7 @@ from megatron.core.models.mimo.joint_optimizer.state import (
     restore_common_state,
     sharded_optimizer_state,
 )
+from megatron.core.models.mimo.joint_optimizer.transfers import keep_slices
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
@@ -300,4 +301,6 @@ def _module_optimizer(
         config, stages, config_overrides, use_gloo_process_groups=False, pg_collection=groups
     )
     trained = [leaf for leaf in leaves(optimizer) if not leaf.is_stub_optimizer]
+    for leaf in trained:
+        keep_slices(leaf)
     return ChainedOptimizer(trained) if trained else None
