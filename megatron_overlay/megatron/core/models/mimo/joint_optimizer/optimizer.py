@@ -28,6 +28,7 @@ from megatron.core.models.mimo.joint_optimizer.gradients import (
     total_norm,
     unscale,
 )
+from megatron.core.models.mimo.joint_optimizer.parts import step_in_parts
 from megatron.core.models.mimo.joint_optimizer.state import (
     GATHERED,
     SHARDING,
@@ -303,4 +304,5 @@ def _module_optimizer(
     trained = [leaf for leaf in leaves(optimizer) if not leaf.is_stub_optimizer]
     for leaf in trained:
         keep_slices(leaf)
+        step_in_parts(leaf)
     return ChainedOptimizer(trained) if trained else None
