@@ -37,14 +37,16 @@ HEADLINE = {
     ("fp8", "both, delayed, experts in bf16"): "encoder 79 %, FP8, CUDA graphs",
     ("graphs-50", "eager"): "encoder 50 %, eagerly",
     ("graphs-samples", "4 samples"): "encoder 50 %, CUDA graphs",
-    ("two-gpus", "two"): "encoder 79 %, both modules dp=2",
+    ("two-gpus-graphs", "two"): "encoder 79 %, both modules dp=2, CUDA graphs",
     ("heterogeneous-50-graphs", "encoder dp=2"): (
         "encoder 50 %, dp=2, language tp=2 ep=2, CUDA graphs"
     ),
     ("bubbles-50-large", "bubbles, 2 at once"): (
         "encoder 50 %, dp=2, in the bubbles of language pp=2, CUDA graphs"
     ),
-    ("context-32k", "cp=2"): "rows of 32k tokens, encoder dp=2, language cp=2",
+    ("context-32k-graphs", "cp=2"): "rows of 32k tokens, encoder dp=2, language cp=2, CUDA graphs",
+    ("upstream-768", "this program"): "images of 768×768, both modules dp=2, CUDA graphs",
+    ("upstream-768", "upstream's, 4 samples"): "the same, upstream's script, a GPU for each module",
 }
 """Runs of the headline table, by row and name, and their words."""
 

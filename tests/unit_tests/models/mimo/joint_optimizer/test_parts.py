@@ -31,7 +31,8 @@ def weights_after_steps(most: int | None, dtype=torch.bfloat16) -> tuple[list[to
     groups = [{"params": weights[:4], "weight_decay": 0.5}, {"params": weights[4:]}]
     adam = CountingAdam(groups)
     adam.at_once = []
-    config = SimpleNamespace(**dict.fromkeys(TYPES, torch.float32) | {"exp_avg_dtype": dtype})
+    types = dict.fromkeys(TYPES, torch.float32) | {"exp_avg_dtype": dtype}
+    config = SimpleNamespace(optimizer_cpu_offload=False, **types)
     if most:
         step_in_parts(SimpleNamespace(config=config, optimizer=adam), most)
     for _ in range(3):

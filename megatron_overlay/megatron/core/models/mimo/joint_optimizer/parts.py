@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 MOST = 2**27
@@ -25,7 +24,7 @@ def step_in_parts(leaf: MegatronOptimizer, most: int = MOST) -> None:
     """
     config, inner = leaf.config, leaf.optimizer
     types = {config.main_params_dtype, config.exp_avg_dtype, config.exp_avg_sq_dtype}
-    if types == {torch.float32} or isinstance(inner, HybridDeviceOptimizer):
+    if types == {torch.float32} or config.optimizer_cpu_offload:
         return
     step_all = inner.step
 
