@@ -17,6 +17,7 @@ from examples.mimo.nemotron_vlm.loop.dry_run import dry_run, planned
 from examples.mimo.nemotron_vlm.loop.dry_run import plan as plan_text
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
 from examples.mimo.nemotron_vlm.model.presets import find_preset
+from examples.mimo.nemotron_vlm.options import arguments
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
 from examples.mimo.nemotron_vlm.options.own_options import own_options
@@ -157,6 +158,17 @@ class TestProgram:
         replicas = state[1] * numbers / first["optimizer"]
         assert 1 <= replicas <= 2
         assert shown.rstrip().endswith(options)
+
+    def test_counts_the_loss_of_the_installed_kernel(self, tmp_path, monkeypatch):
+        """Logits and gradients in bf16; Megatron's loss has an fp32 softmax and gradient."""
+        file, found = tmp_path / "plans.json", []
+        for is_installed in (True, False):
+            monkeypatch.setattr(arguments, "has_loss_kernel", lambda has=is_installed: has)
+            self.plan(f"--plan 2 --device cuda --bf16 --plan-json {file}")
+            (plan, *_) = json.loads(file.read_text())["plans"]
+            first, *_ = plan["bytes"].values()
+            found.append(first["loss"])
+        assert found[0] == found[1] * 4 / 10
 
     def test_prints_a_command_with_all_that_was_planned_with(self, tmp_path):
         """Also a file's options, but none that the plan decides."""

@@ -163,7 +163,8 @@ def _mlp(batch: RankBatch) -> Layer:
 def head(batch: RankBatch) -> Layer:
     """Return the final norm and the logits of one microbatch.
 
-    In bytes, each logit has an fp32 softmax, and with fused layers an fp32 gradient as well.
+    In bytes, with Megatron's loss, each logit has an fp32 softmax, and with fused layers an fp32
+    gradient as well.
     """
     p, tokens = batch.p, batch.tokens
     work = {"gemm": 2 * tokens * p.hidden_size * p.vocab_size}

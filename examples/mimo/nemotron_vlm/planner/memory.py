@@ -62,7 +62,8 @@ def _language_stage(plan: Plan, machine: Machine, stage: Stage) -> Memory:
     """Return a language stage's bytes; colocated, encoder activations and bridge included."""
     batch, width = plan.rank_batch(machine), machine.precision
     number = plan.layouts.num_microbatches
-    parts = dict(_language_kept(batch, plan.recompute, number, width, stage.number))
+    logit = plan.state.logit or 4 + width + 4 * batch.fused
+    parts = dict(_language_kept(batch, plan.recompute, number, width, logit, stage.number))
     if plan.layouts.non_colocated:
         return parts
     at_once = plan.encoded_and_kept
@@ -79,7 +80,9 @@ def _language_stage(plan: Plan, machine: Machine, stage: Stage) -> Memory:
 
 
 @cache
-def _language_kept(batch: RankBatch, again: str, number: int, width: int, stage: int) -> Memory:
+def _language_kept(
+    batch: RankBatch, again: str, number: int, width: int, logit: float, stage: int
+) -> Memory:
     lay, chunks = batch.lay, chunks_of_stage(batch.p.hybrid_layer_pattern, batch.lay, stage)
     kinds = set("".join(chunks))
     of_layer = {kind: layers.kept_with_recompute(kind, batch, again) for kind in kinds}
@@ -89,7 +92,7 @@ def _language_kept(batch: RankBatch, again: str, number: int, width: int, stage:
     is_last = stage == lay.pp - 1
     return {
         "language activations": width * most_in_flight(stage, lay, number, kept),
-        "loss": (4 + width + 4 * batch.fused) * layers.head(batch).kept * is_last,
+        "loss": logit * layers.head(batch).kept * is_last,
         "recomputed layer": width * max(running, default=0.0),
     }
 

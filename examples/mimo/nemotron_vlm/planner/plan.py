@@ -28,10 +28,12 @@ if TYPE_CHECKING:  # Megatron's parser is slow to import
 
 
 class StateBytes(NamedTuple):
-    """Bytes that a GPU holds for each parameter: gradient, and optimizer state of its shard."""
+    """Bytes that a GPU holds for each parameter: gradient, and optimizer state of its shard; and
+    for each logit, None for those of Megatron's loss."""
 
     gradient: float = 4.0
     optimizer: float = 12.0
+    logit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,10 @@ def state_of(args: Namespace, in_16_bits: bool) -> StateBytes:
     kept = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
     kept += args.main_params_dtype.itemsize * in_16_bits
     on_gpu = 1 - args.optimizer_offload_fraction * args.optimizer_cpu_offload
-    return StateBytes(2.0 if narrow and in_16_bits else 4.0, on_gpu * kept)
+    gradient = 2.0 if narrow and in_16_bits else 4.0
+    # The kernel keeps logits and their gradient.
+    logit = 2 * (2.0 if in_16_bits else 4.0) if args.loss_kernel else None
+    return StateBytes(gradient, on_gpu * kept, logit)
 
 
 def split_words(words: list[str], names: Iterable[str]) -> tuple[list[str], list[str]]:
