@@ -8,12 +8,15 @@ Adam resumes bit for bit, and runs go on in another precision.
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from examples.mimo.nemotron_vlm.loop.metrics import read_metrics
+from megatron.core.models.mimo.joint_optimizer import optimizer
+from megatron.core.models.mimo.joint_optimizer.parts import step_in_parts
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import shared_digits
 from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE, MODELS, ON_GPUS
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import Row
@@ -167,3 +170,37 @@ def test_goes_on_in_another_precision(before, after, shared_path, capsys):
     assert not any(record["skipped"] for record in records)
     assert "another precision: " in capsys.readouterr().err
     assert found == pytest.approx(expected, rel=2 * MOST)  # FP8 in all layers: 1 % over ten steps
+
+
+def filled_gradients(run) -> None:
+    """Give each step gradients that depend on its number alone."""
+    launch, parameters = run.optimizer.launch, [p for s in run.stages for p in s.parameters()]
+    random = torch.Generator(parameters[0].device).manual_seed(1)
+
+    def launch_with_gradients() -> None:
+        for parameter in parameters:
+            parameter.main_grad.normal_(generator=random)
+        launch()
+
+    run.optimizer.launch = launch_with_gradients
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize("types", [[], TYPES], ids=["fp32-state", "16-bit-state"])
+def test_kept_slices_and_steps_in_parts_change_no_bit(types, monkeypatch):
+    """By Transformer Engine's Adam, and its copies of several types."""
+
+    def state_after_steps() -> list[torch.Tensor]:
+        with trainer(*ENGINE, "--bf16", "--micro-batch-size", "8", *types) as run:
+            filled_gradients(run)
+            assert not any(run.train_step()["skipped"] for _ in range(3))
+            weights = [p.detach().cpu() for stage in run.stages for p in stage.parameters()]
+            return weights + optimizer_state(run)
+
+    monkeypatch.setattr(optimizer, "step_in_parts", partial(step_in_parts, most=10_000))
+    found = state_after_steps()
+    for name in ("step_in_parts", "keep_slices"):
+        monkeypatch.setattr(optimizer, name, lambda _: None)
+    expected = state_after_steps()
+    assert len(found) == len(expected) > 10
+    assert all(torch.equal(own, other) for own, other in zip(found, expected, strict=True))

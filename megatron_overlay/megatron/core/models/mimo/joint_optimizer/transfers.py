@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Move gradients from DDP's buffers to an optimizer's shards, and weights back, all at once.
 
-Upstream slices the buffers for each parameter at each step, and copies weights one by one: the host
-needs about 20 µs for a parameter, and the device has nothing to do. The buffers stay where they
-are, so the first step notes the slices, and later steps use them.
+Upstream slices the buffers for each parameter at each step, and copies weights one by one, while
+the device waits for the host. The buffers stay where they are, so the first step notes the slices,
+and later steps use them.
 """
 
 import torch
@@ -14,6 +14,9 @@ from megatron.core.models.mimo.joint_optimizer.gradients import gradients_of
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Destinations and sources."""
+
 
 def keep_slices(leaf: MegatronOptimizer) -> None:
     """Let a distributed optimizer keep its slices, unless transfers are more than copies.
@@ -22,11 +25,9 @@ def keep_slices(leaf: MegatronOptimizer) -> None:
     """
     if type(leaf) is not DistributedOptimizer or leaf.is_stub_optimizer:
         return
-    config, is_aware = leaf.ddp_config, leaf.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    is_aware = leaf.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
     casts = any(buffer.grad_dtype != torch.float32 for buffer in leaf.buffers) and not is_aware
-    if not (
-        casts or config.use_megatron_fsdp or config.fp8_param_gather or config.fp4_param_gather
-    ):
+    if not (casts or leaf.ddp_config.fp8_param_gather or leaf.ddp_config.fp4_param_gather):
         leaf.__class__ = _KeptSlices
 
 
@@ -34,7 +35,7 @@ class _KeptSlices(DistributedOptimizer):
     """A distributed optimizer after its first step."""
 
     _gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] | None = None
-    _weights: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    _weights: list[Copies] | None = None
 
     def _copy_model_grads_to_main_grads(self) -> None:
         if self._gradients is None:
@@ -50,9 +51,25 @@ class _KeptSlices(DistributedOptimizer):
         if self._weights is None:
             with _NotedCopies() as noted:
                 super()._copy_main_params_to_model_params()
-            self._weights = noted.copies
-        elif self._weights:
-            torch._foreach_copy_(*map(list, zip(*self._weights, strict=True)))
+            self._weights = _by_type(noted.copies)
+            return
+        for destinations, sources in self._weights:
+            torch._foreach_copy_(destinations, sources)
+
+
+def _by_type(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Copies]:
+    """Divide copies by the type of the destination, and leave out those of a tensor to itself.
+
+    PyTorch's fused kernel writes all destinations in the type of the first before 2.11; later
+    versions then copy one by one. Of fp32 parameters, the shard is the slice itself.
+    """
+    found: dict[torch.dtype, Copies] = {}
+    for destination, source in copies:
+        if destination.data_ptr() != source.data_ptr():
+            destinations, sources = found.setdefault(destination.dtype, ([], []))
+            destinations.append(destination)
+            sources.append(source)
+    return list(found.values())
 
 
 class _NotedCopies(TorchDispatchMode):
