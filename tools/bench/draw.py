@@ -35,8 +35,8 @@ HEAD += "---:|" * len([*SPEED, *REST])
 HEADLINE = {
     ("fp8", "bf16"): "encoder 79 % of the work, CUDA graphs",
     ("fp8", "both, delayed, experts in bf16"): "encoder 79 %, FP8, CUDA graphs",
-    ("graphs-50", "eager"): "encoder 50 %, eagerly",
-    ("graphs-samples", "4 samples"): "encoder 50 %, CUDA graphs",
+    ("graphs-50", "eager"): "encoder 50 %, eagerly, 2 samples",
+    ("graphs-samples", "4 samples"): "encoder 50 %, CUDA graphs, 4 samples",
     ("two-gpus-graphs", "two"): "encoder 79 %, both modules dp=2, CUDA graphs",
     ("heterogeneous-50-graphs", "encoder dp=2"): (
         "encoder 50 %, dp=2, language tp=2 ep=2, CUDA graphs"
@@ -46,7 +46,10 @@ HEADLINE = {
     ),
     ("context-32k-graphs", "cp=2"): "rows of 32k tokens, encoder dp=2, language cp=2, CUDA graphs",
     ("upstream-768", "this program"): "images of 768×768, both modules dp=2, CUDA graphs",
-    ("upstream-768", "upstream's, 4 samples"): "the same, upstream's script, a GPU for each module",
+    (
+        "upstream-768",
+        "upstream's, 4 samples",
+    ): "the same, upstream's script, a GPU for each module, no graphs",
 }
 """Runs of the headline table, by row and name, and their words."""
 

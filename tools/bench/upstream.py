@@ -5,9 +5,9 @@
     torchrun … upstream.py OUT SCRIPT [its options]
 
 Each rank writes a line a step to ``OUT/RANK.jsonl``: its seconds, until the device has ended it;
-its losses, on ranks that compute them; and the peak of memory so far in GiB. Megatron's compiled
-index builder is left out, because mock data need none; and its log, which asks for global groups
-that the script has none of, for the experts' losses.
+its losses, on ranks that compute them; and the peak of memory so far in GiB. Two things are turned
+off: the compiled index builder, which mock data do not need, and the log of steps, which fails with
+experts, as it asks for global groups for their losses.
 """
 
 import functools

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the VLM in several layouts in one go, and report how well each uses its GPUs.
 
-A row of vlm.toml names the runs. A run is the training program itself, or upstream's script that
-it is compared with: three steps that do not count and ten that do. The program has two more under
+A row of vlm.toml names the runs. A run is the training program itself, or upstream's script that it
+is compared with: three steps that do not count and ten that do. The program has two more under
 PyTorch's profiler, whose trace gives the shares of the first GPU's time; idle is the rest of an
-unprofiled step after the computing kernels and the exposed communication. Times are medians; tokens
-are those of whole rows, text and images; TFLOP/s are Megatron's count for all modules, without
-recompute.
+unprofiled step after the computing kernels and the exposed communication, with its waits for data.
+Times are medians; tokens are those of whole rows, text and images; TFLOP/s are Megatron's count for
+all modules, without recompute.
 
 Usage, in the checkout's environment (PYTHONPATH):
     python tools/bench/vlm.py two-gpus --json two-gpus.json
@@ -63,6 +63,10 @@ def main(arguments: list[str]) -> int:
             if own.only and name not in own.only:
                 continue
             arguments = shlex.split(run.get("arguments", ""))
+            if "script" in run and not found["runs"]:
+                parser.error(
+                    f"{name!r} is compared with this program: add --only {next(iter(runs))!r}"
+                )
             if "script" in run:
                 arguments += ["--img-h", str(row["tile"]), "--img-w", str(row["tile"]), *more]
                 figures = measured_upstream(run, arguments, found["runs"][0])
