@@ -121,12 +121,24 @@ def finalize_mimo_grads(
         on_device = num_tokens.to(torch.cuda.current_device())
         total = language_total(on_device, model[0], _language_groups(pg_collection))
         for stage in itertools.chain(*_held_modules(model)):
-            stage.scale_gradients(1.0 / total.clamp(min=1))
+            _scale_gradients(stage, 1.0 / total.clamp(min=1))
     optimizer = getattr(model[0], "optimizer", lambda: None)()
     if optimizer is not None:
         optimizer.launch()
     if are_checked:
         check_step(model)
+
+
+def _scale_gradients(stage: DistributedDataParallel, factor: torch.Tensor) -> None:
+    """Multiply gradients by a number that is on the device, fp32 scalar.
+
+    The method of DDP does the same, but PyTorch's product with such a number takes four times as
+    long as the kernel of gradient scalers.
+    """
+    found_inf = torch.zeros((), device=factor.device)  # of no use here
+    for buffer in stage.buffers + stage.expert_parallel_buffers:
+        for gradients in (buffer.grad_data, *buffer.extra_main_grads):
+            torch._amp_foreach_non_finite_check_and_unscale_([gradients], found_inf, factor)
 
 
 def check_step(model: list[MimoModel]) -> None:
