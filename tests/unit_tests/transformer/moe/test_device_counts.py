@@ -15,12 +15,14 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import grouped_experts
 from megatron.core.transformer.moe.device_counts import DeviceCountDispatcher, counts_stay_on_device
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.grouped_experts import GroupedExperts, with_grouped_experts
@@ -160,6 +162,18 @@ def test_all_is_as_with_the_all_to_all_dispatcher(groups_of, ep, etp, engine, op
             for layer in (own, upstreams)
         ]
         assert names[0] == names[1]
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize("engine", [False, True])
+def test_experts_weights_in_ddps_buffer_are_not_copied(groups_of, engine, monkeypatch):
+    groups, padding = groups_of(1, 1), torch.zeros(BATCH, LENGTH, dtype=torch.bool).to(Utils.device)
+    layers = [make(groups, config_of(**ON_DEVICE), engine, is_own=True) for _ in range(2)]
+    expected = results(layers[0], padding)
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    DistributedDataParallel(layers[1].config, ddp_config, layers[1], pg_collection=groups)
+    monkeypatch.setattr(grouped_experts.torch, "stack", None)
+    torch.testing.assert_close(results(layers[1], padding)["output"], expected["output"])
 
 
 class FilledTail(torch.autograd.Function):

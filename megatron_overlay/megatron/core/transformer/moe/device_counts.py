@@ -54,17 +54,18 @@ class DeviceCountDispatcher(MoEAllGatherTokenDispatcher):
             probs: ``[T, E]``, weights of the experts; of other experts than a token's, zero.
 
         Returns:
-            ``[T·min(k, e), H]`` for k experts a token and e experts on this rank: rows in the
-            experts' order, then a tail without meaning; the experts' counts ``[e]``, on the device;
-            and the rows' weights ``[T·min(k, e)]``.
+            ``[T·min(k, e), H]`` for k experts a token and e experts on this rank: rows of the last
+            expert first, as DDP's buffers have the weights, then a tail without meaning; the
+            experts' counts ``[e]`` in this order, on the device; and the rows' weights
+            ``[T·min(k, e)]``.
         """
         own = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
         self.hidden_shape_before_permute = hidden_states.shape
-        self.local_map = self.routing_map[:, own].contiguous()
+        self.local_map = self.routing_map[:, own].flip(1)
         rows, self.local_probs, self.reversed_local_input_permutation_mapping, _, _ = permute(
             hidden_states,
             self.local_map,
-            probs=probs[:, own].contiguous(),
+            probs=probs[:, own].flip(1),
             num_out_tokens=len(hidden_states) * min(self.router_topk, self.num_local_experts),
             fused=self.config.moe_permute_fusion,
         )

@@ -5,6 +5,8 @@
 These read the experts' token counts on the device, so nothing here waits for it.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -47,8 +49,11 @@ class GroupedExperts(SequentialMLP):
             is_grouped = is_grouped and self.num_local_experts > 1
         if not is_grouped:
             return super().forward(hidden, tokens_per_expert, probs)
+        experts = list(self.local_experts)
+        if counts_stay_on_device(self.config):
+            experts.reverse()
         first, second = (
-            [_weights(getattr(expert, name))[0] for expert in self.local_experts]
+            [_weights(getattr(expert, name))[0] for expert in experts]
             for name in ("linear_fc1", "linear_fc2")
         )
         return apply_experts(self, first, second, hidden, tokens_per_expert, probs)
@@ -65,7 +70,7 @@ class TEGroupedExperts(TEGroupedMLP):
         """Apply each expert to its tokens, as :func:`apply_experts` does."""
         if not counts_stay_on_device(self.config):
             return super().forward(hidden, tokens_per_expert, probs)
-        first, second = _weights(self.linear_fc1), _weights(self.linear_fc2)
+        first, second = _weights(self.linear_fc1)[::-1], _weights(self.linear_fc2)[::-1]
         return apply_experts(self, first, second, hidden, tokens_per_expert, probs)
 
 
@@ -81,9 +86,9 @@ def apply_experts(
 
     Args:
         first, second: weights ``[F, H]`` and ``[H, F]`` of each expert's layers.
-        hidden: ``[rows, H]``, ordered by expert; with expert parallelism, rows after those of the
-            last expert mean nothing. They have zeros in the output and as their gradient, or any
-            numbers with ``moe_permute_fusion``, whose kernels read the experts' rows alone.
+        hidden: ``[rows, H]``, in the order of these experts; with expert parallelism, rows after
+            those of the last one mean nothing. They have zeros in the output and as their gradient,
+            or any numbers with ``moe_permute_fusion``, whose kernels read the experts' rows alone.
         tokens_per_expert: ``[experts]``, integers.
         probs: ``[rows]``, weights of the experts' activations.
 
@@ -110,15 +115,15 @@ def apply_experts(
 class _GroupedLinear(torch.autograd.Function):
     """Multiplies the rows of each group with the group's own weight; biases there are none.
 
-    The backward stacks the weights again, so that no copies of them are kept for it. The grouped
-    GEMM leaves rows of the tail as they were in memory: given a tail, they become zeros, in both
-    directions.
+    Where weights must be copied together, the backward does it again, so that it keeps no copies.
+    The grouped GEMM leaves rows of the tail as they were in memory: given a tail, they become
+    zeros, in both directions.
     """
 
     @staticmethod
     def forward(ctx, rows: Tensor, ends: Tensor, tail: Tensor | None, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, ends, tail, *weights)
-        product = F.grouped_mm(rows, torch.stack(weights).transpose(1, 2), offs=ends)
+        product = F.grouped_mm(rows, _together(weights).transpose(1, 2), offs=ends)
         return product if tail is None else product.masked_fill_(tail, 0)
 
     @staticmethod
@@ -126,11 +131,26 @@ class _GroupedLinear(torch.autograd.Function):
         rows, ends, tail, *weights = ctx.saved_tensors
         grad, of_rows, of_weights = grad.contiguous(), None, [None] * len(weights)
         if ctx.needs_input_grad[0]:
-            of_rows = F.grouped_mm(grad, torch.stack(weights), offs=ends)
+            of_rows = F.grouped_mm(grad, _together(weights), offs=ends)
             of_rows = of_rows if tail is None else of_rows.masked_fill_(tail, 0)
         if any(ctx.needs_input_grad[3:]):
             of_weights = F.grouped_mm(grad.t(), rows, offs=ends).unbind()
         return of_rows, None, None, *of_weights
+
+
+def _together(weights: Sequence[Tensor]) -> Tensor:
+    """Return weights as one tensor ``[experts, …]``: a view, where they lie at equal distances in
+    one buffer of DDP in this order; else a copy."""
+    first, places = weights[0], [weight.data_ptr() for weight in weights]
+    buffers = {weight.untyped_storage().data_ptr() for weight in weights}
+    steps = {after - before for before, after in itertools.pairwise(places)}
+    step = steps.pop() if len(steps) == len(buffers) == 1 else 0
+    is_aligned = step % 16 == places[0] % 16 == 0  # as grouped GEMMs want it
+    if step < first.nbytes or not (is_aligned and first.is_contiguous()):
+        return torch.stack(tuple(weights))
+    return first.as_strided(
+        (len(weights), *first.shape), (step // first.element_size(), *first.stride())
+    )
 
 
 def _weights(layer: torch.nn.Module) -> list[Tensor]:
