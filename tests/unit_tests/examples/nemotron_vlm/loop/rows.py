@@ -120,6 +120,7 @@ ON_CPUS = {
         Row(8, "tiny", "dp=8", "dp=8,ep=2,etp=2"),
         Row(4, "tiny", "dp=4", "dp=4,ep=2", ALLGATHER),
         Row(4, "tiny", "dp=4", "dp=4,etp=2", ALLGATHER),
+        Row(8, "tiny", "dp=8", "tp=2,cp=2,pp=2,dp=1,ep=2,etp=1", ALLGATHER),
     ],
     "one pipeline of both modules": [
         Row(8, "six layers, partly text", "tp=2", "tp=2,pp=3,dp=1", APART),
