@@ -173,7 +173,21 @@ def test_experts_weights_in_ddps_buffer_are_not_copied(groups_of, engine, monkey
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
     DistributedDataParallel(layers[1].config, ddp_config, layers[1], pg_collection=groups)
     monkeypatch.setattr(grouped_experts.torch, "stack", None)
-    torch.testing.assert_close(results(layers[1], padding)["output"], expected["output"])
+    found = results(layers[1], padding)
+    for name in ("output", "input"):
+        torch.testing.assert_close(found[name], expected[name])
+
+
+@requires_world_size(1)
+def test_parameter_gathers_are_awaited_in_the_order_of_the_experts(groups_of):
+    """DDP starts the next gather when one is awaited."""
+    layer = make(groups_of(1, 1), config_of(**ON_DEVICE), False, is_own=True)
+    seen = []
+    for number, expert in enumerate(layer.experts.local_experts):
+        for linear in (expert.linear_fc1, expert.linear_fc2):
+            linear.register_forward_pre_hook(lambda *_, number=number: seen.append(number))
+    results(layer, torch.zeros(BATCH, LENGTH, dtype=torch.bool).to(Utils.device))
+    assert seen == [0, 1, 2, 3] * 2
 
 
 class FilledTail(torch.autograd.Function):

@@ -41,21 +41,21 @@ class GroupedExperts(SequentialMLP):
         if config.moe_grouped_gemm and not hasattr(F, "grouped_mm"):
             raise ValueError("moe_grouped_gemm of local layers needs PyTorch 2.10 or newer")
         super().__init__(num_local_experts, config, *args, **kwargs)
+        self.counts_stay_on_device = counts_stay_on_device(self.config)
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> Computed:
         """Apply each expert to its tokens, as :func:`apply_experts` does."""
         is_grouped = self.config.moe_grouped_gemm and len(hidden) > 0
-        if not counts_stay_on_device(self.config):
+        if not self.counts_stay_on_device:
             is_grouped = is_grouped and self.num_local_experts > 1
         if not is_grouped:
             return super().forward(hidden, tokens_per_expert, probs)
-        experts = list(self.local_experts)
-        if counts_stay_on_device(self.config):
-            experts.reverse()
         first, second = (
-            [_weights(getattr(expert, name))[0] for expert in experts]
+            [_weights(getattr(expert, name))[0] for expert in self.local_experts]
             for name in ("linear_fc1", "linear_fc2")
         )
+        if self.counts_stay_on_device:
+            first, second = first[::-1], second[::-1]
         return apply_experts(self, first, second, hidden, tokens_per_expert, probs)
 
 
@@ -66,9 +66,13 @@ class TEGroupedExperts(TEGroupedMLP):
     checkpoints, are the same.
     """
 
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.counts_stay_on_device = counts_stay_on_device(self.config)
+
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> Computed:
         """Apply each expert to its tokens, as :func:`apply_experts` does."""
-        if not counts_stay_on_device(self.config):
+        if not self.counts_stay_on_device:
             return super().forward(hidden, tokens_per_expert, probs)
         first, second = _weights(self.linear_fc1)[::-1], _weights(self.linear_fc2)[::-1]
         return apply_experts(self, first, second, hidden, tokens_per_expert, probs)
@@ -98,7 +102,7 @@ def apply_experts(
     config, weights = experts.config, probs.unsqueeze(-1)
     ends = tokens_per_expert.to(hidden.device).cumsum(0, dtype=torch.int32)
     tail = None
-    has_tail = experts.ep_group.size() > 1 and counts_stay_on_device(config)
+    has_tail = experts.ep_group.size() > 1 and experts.counts_stay_on_device
     if has_tail and not config.moe_permute_fusion:
         tail = (torch.arange(len(hidden), device=hidden.device) >= ends[-1]).unsqueeze(-1)
     if config.moe_apply_probs_on_input:
@@ -142,11 +146,12 @@ def _together(weights: Sequence[Tensor]) -> Tensor:
     """Return weights as one tensor ``[experts, …]``: a view, where they lie at equal distances in
     one buffer of DDP in this order; else a copy."""
     first, places = weights[0], [weight.data_ptr() for weight in weights]
-    buffers = {weight.untyped_storage().data_ptr() for weight in weights}
-    steps = {after - before for before, after in itertools.pairwise(places)}
-    step = steps.pop() if len(steps) == len(buffers) == 1 else 0
+    steps = {after - before for before, after in itertools.pairwise(places)} or {first.nbytes}
+    if len(steps) > 1 or not all(places):  # quantized tensors have no place
+        return torch.stack(tuple(weights))
+    (step,), buffers = steps, {weight.untyped_storage().data_ptr() for weight in weights}
     is_aligned = step % 16 == places[0] % 16 == 0  # as grouped GEMMs want it
-    if step < first.nbytes or not (is_aligned and first.is_contiguous()):
+    if len(buffers) > 1 or step < first.nbytes or not (is_aligned and first.is_contiguous()):
         return torch.stack(tuple(weights))
     return first.as_strided(
         (len(weights), *first.shape), (step // first.element_size(), *first.stride())

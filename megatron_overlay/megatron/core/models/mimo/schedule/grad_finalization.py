@@ -132,8 +132,8 @@ def finalize_mimo_grads(
 def _scale_gradients(stage: DistributedDataParallel, factor: torch.Tensor) -> None:
     """Multiply gradients by a number that is on the device, fp32 scalar.
 
-    The method of DDP does the same, but PyTorch's product with such a number takes four times as
-    long as the kernel of gradient scalers.
+    DDP's method takes PyTorch's product with such a number, which rounds it to the gradients' type
+    first on GPUs, and takes four times as long as the kernel of gradient scalers.
     """
     found_inf = torch.zeros((), device=factor.device)  # of no use here
     for buffer in stage.buffers + stage.expert_parallel_buffers:
