@@ -19,10 +19,15 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.utils import local_multi_tensor_l2_norm
 
 
+def gradient_name(leaf: MegatronOptimizer) -> str:
+    """Return the attribute of a parameter in which an optimizer reads the gradient."""
+    is_aware = leaf.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    return "decoupled_grad" if is_aware else "grad"
+
+
 def gradients_of(leaf: MegatronOptimizer) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
     """Return the parameters that an optimizer steps, with the gradients that it reads."""
-    is_aware = leaf.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-    name = "decoupled_grad" if is_aware else "grad"
+    name = gradient_name(leaf)
     found = ((parameter, getattr(parameter, name, None)) for parameter in leaf.get_parameters())
     return [(parameter, gradient) for parameter, gradient in found if gradient is not None]
 

@@ -10,7 +10,7 @@ and later steps use them.
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.models.mimo.joint_optimizer.gradients import gradients_of
+from megatron.core.models.mimo.joint_optimizer.gradients import gradient_name, gradients_of
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
@@ -42,8 +42,7 @@ class _KeptSlices(DistributedOptimizer):
             super()._copy_model_grads_to_main_grads()
             self._gradients = gradients_of(self)
             return
-        is_aware = self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-        name = "decoupled_grad" if is_aware else "grad"
+        name = gradient_name(self)
         for parameter, gradient in self._gradients:
             setattr(parameter, name, gradient)
 
