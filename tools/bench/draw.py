@@ -46,10 +46,9 @@ HEADLINE = {
     ),
     ("context-32k-graphs", "cp=2"): "rows of 32k tokens, encoder dp=2, language cp=2, CUDA graphs",
     ("upstream-768", "this program"): "images of 768×768, both modules dp=2, CUDA graphs",
-    (
-        "upstream-768",
-        "upstream's, 4 samples",
-    ): "the same, upstream's script, a GPU for each module, no graphs",
+    ("upstream-768", "upstream's, 4 samples"): (
+        "the same, upstream's script, a GPU for each module, no graphs"
+    ),
 }
 """Runs of the headline table, by row and name, and their words."""
 

@@ -63,11 +63,10 @@ def main(arguments: list[str]) -> int:
             if own.only and name not in own.only:
                 continue
             arguments = shlex.split(run.get("arguments", ""))
-            if "script" in run and not found["runs"]:
-                parser.error(
-                    f"{name!r} is compared with this program: add --only {next(iter(runs))!r}"
-                )
             if "script" in run:
+                if not found["runs"]:
+                    first = next(iter(runs))
+                    parser.error(f"{name!r} is compared with this program: add --only {first!r}")
                 arguments += ["--img-h", str(row["tile"]), "--img-w", str(row["tile"]), *more]
                 figures = measured_upstream(run, arguments, found["runs"][0])
             else:
