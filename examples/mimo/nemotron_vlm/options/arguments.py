@@ -202,7 +202,8 @@ def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:
     has_one_size = have_equal_images(args) and args.step_batch_size_schedule is None
     if args.device == "cuda" and has_one_size:
         # cuDNN's norms are faster, but each number of tokens has its own kernel, made at first use.
-        os.environ.setdefault("NVTE_NORM_FWD_USE_CUDNN", "1")
+        for way in ("FWD", "BWD"):
+            os.environ.setdefault(f"NVTE_NORM_{way}_USE_CUDNN", "1")
     default("overlap_param_gather", args.use_distributed_optimizer and args.overlap_grad_reduce)
     args.use_persistent_ckpt_worker |= args.async_save  # Megatron has no other worker
     default("eval_interval", args.train_iters or 1000)

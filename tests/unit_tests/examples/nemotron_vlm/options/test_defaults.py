@@ -115,11 +115,13 @@ def test_token_counts_stay_on_the_host_of_other_gpus(generation, monkeypatch):
     ],
 )
 def test_cudnn_has_the_norms_of_one_number_of_tokens(options, expected, monkeypatch):
-    """It makes a kernel for each number; Transformer Engine reads the variable."""
-    monkeypatch.setenv("NVTE_NORM_FWD_USE_CUDNN", "")  # so that the test's end restores it
-    del os.environ["NVTE_NORM_FWD_USE_CUDNN"]
+    """It makes a kernel for each number; Transformer Engine reads the variables."""
+    variables = "NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN"
+    for variable in variables:
+        monkeypatch.setenv(variable, "")  # so that the test's end restores it
+        del os.environ[variable]
     parsed(f"--data mock --transformer-impl local {options}", 1)
-    assert os.environ.get("NVTE_NORM_FWD_USE_CUDNN") == expected
+    assert [os.environ.get(variable) for variable in variables] == [expected] * 2
 
 
 @pytest.mark.parametrize(
