@@ -132,13 +132,17 @@ def finalize_mimo_grads(
 def _scale_gradients(stage: DistributedDataParallel, factor: torch.Tensor) -> None:
     """Multiply gradients by a number that is on the device, fp32 scalar.
 
-    DDP's method takes PyTorch's product with such a number, which rounds it to the gradients' type
-    first on GPUs, and takes four times as long as the kernel of gradient scalers.
+    DDP's method takes PyTorch's product with such a number, which reaches a quarter of the memory's
+    speed and rounds the number to the gradients' type first. The kernel of gradient scalers does
+    neither, but takes no bf16; there, the number is rounded.
     """
     found_inf = torch.zeros((), device=factor.device)  # of no use here
     for buffer in stage.buffers + stage.expert_parallel_buffers:
         for gradients in (buffer.grad_data, *buffer.extra_main_grads):
-            torch._amp_foreach_non_finite_check_and_unscale_([gradients], found_inf, factor)
+            if gradients.dtype == torch.bfloat16:
+                torch._foreach_mul_([gradients], factor.to(torch.bfloat16))
+            else:
+                torch._amp_foreach_non_finite_check_and_unscale_([gradients], found_inf, factor)
 
 
 def check_step(model: list[MimoModel]) -> None:
