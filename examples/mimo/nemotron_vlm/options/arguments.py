@@ -207,10 +207,9 @@ def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:
     default("overlap_param_gather", args.use_distributed_optimizer and args.overlap_grad_reduce)
     args.use_persistent_ckpt_worker |= args.async_save  # Megatron has no other worker
     default("eval_interval", args.train_iters or 1000)
-    is_passing = args.linear_cp_mode == CHUNKWISE
-    # Graphs of single layers take their input in the zigzag layout, as attention has it.
-    is_contiguous = is_passing and args.cuda_graph_impl == "none"
-    default("linear_cp_layout", "contiguous" if is_contiguous else "zigzag")
+    # Zigzag tokens of one length stay where they are; recurrent layers move those of several.
+    moves = args.linear_cp_mode == CHUNKWISE and args.pack
+    default("linear_cp_layout", "contiguous" if moves else "zigzag")
 
 
 def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:

@@ -15,6 +15,7 @@ from tests.unit_tests.examples.nemotron_vlm.options.test_stock_options import (
     ENGINE,
     FP8,
     GRAPHS,
+    PACK,
     parsed,
 )
 
@@ -97,6 +98,22 @@ def test_with_cuda_graphs_the_encoder_is_in_the_bubbles_by_default(options, sche
 def test_token_counts_stay_on_the_device_where_it_is_faster(options, dispatcher, hopper):
     line = f"--device cuda --data mock --moe-grouped-gemm {options}"
     assert parsed(line, 4).args.moe_token_dispatcher_type == dispatcher
+
+
+@pytest.mark.parametrize(
+    ("options", "layout"),
+    [
+        ("", "zigzag"),
+        (GRAPHS, "zigzag"),
+        (PACK, "contiguous"),
+        (f"{PACK} --linear-cp-layout zigzag", "zigzag"),
+        (f"{PACK} --linear-cp-mode headwise", "zigzag"),
+    ],
+)
+def test_packed_rows_are_contiguous_where_states_pass(options, layout):
+    line = f"--data digits --bf16 --language cp=2 {options}"
+    found = parsed(line, 4).args
+    assert found.linear_cp_layout == layout
 
 
 @pytest.mark.parametrize("generation", [8, 10])
