@@ -207,7 +207,7 @@ def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:
     default("overlap_param_gather", args.use_distributed_optimizer and args.overlap_grad_reduce)
     args.use_persistent_ckpt_worker |= args.async_save  # Megatron has no other worker
     default("eval_interval", args.train_iters or 1000)
-    # Zigzag tokens of one length stay where they are; recurrent layers move those of several.
+    # Recurrent layers would move zigzag tokens of several lengths, which only packed rows have.
     moves = args.linear_cp_mode == CHUNKWISE and args.pack
     default("linear_cp_layout", "contiguous" if moves else "zigzag")
 

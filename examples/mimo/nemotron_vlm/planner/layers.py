@@ -45,6 +45,11 @@ class RankBatch:
         """Tokens of the rank, with sequence parallelism."""
         return self.samples * self.seq_length / self.lay.cp / self.lay.tp
 
+    @property
+    def links(self) -> int:
+        """Runs of tokens, over all CP ranks, that recurrent layers pass a state to; zigzag."""
+        return 2 * self.lay.cp * self.samples
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -54,8 +59,7 @@ class Layer:
     work: dict[str, float]
     kept: float  # elements kept from the forward for the backward
     largest: float = 0.0  # elements of the largest tensor
-    moved: float = 0.0  # elements that context parallelism sends all-to-all
-    gathered: float = 0.0  # and that it gathers
+    gathered: float = 0.0  # elements that context parallelism gathers
     states: float = 0.0  # fp32 elements of recurrent states that it gathers
 
     @property
@@ -96,8 +100,7 @@ def _attention(batch: RankBatch) -> Layer:
         "gemm": 2 * tokens * p.hidden_size * (2 * q + kv),
         "attention": 2 * tokens * batch.seq_length * q,
     }
-    moved = tokens * (2 * q + kv)  # to the zigzag layout, and back
-    return Layer(work, tokens * kept, tokens * (q + kv), moved, tokens * lay.cp * kv)
+    return Layer(work, tokens * kept, tokens * (q + kv), tokens * lay.cp * kv)
 
 
 def _mamba(batch: RankBatch) -> Layer:
@@ -118,7 +121,7 @@ def _mamba(batch: RankBatch) -> Layer:
         "gemm": 2 * tokens * p.hidden_size * (inner + projected),
         "scan": 7 * tokens * inner * state,
     }
-    states = batch.samples * inner * state / lay.tp * lay.cp
+    states = batch.links * inner * state / lay.tp
     return Layer(work, tokens * (_norm(batch) + kept), tokens * largest, states=states)
 
 
@@ -137,7 +140,7 @@ def _gated_delta(batch: RankBatch) -> Layer:
         "gemm": 2 * tokens * p.hidden_size * (projected + value),
         "delta": 2 * tokens * (CONV_KERNEL * mixed + 4 * value * p.linear_value_head_dim),
     }
-    states = batch.samples * value * p.linear_key_head_dim / lay.tp * lay.cp
+    states = batch.links * value * p.linear_key_head_dim / lay.tp
     return Layer(work, tokens * (_norm(batch) + kept), tokens * largest, states=states)
 
 

@@ -86,10 +86,7 @@ def _context(layer: Layer, machine: Machine, group: Group) -> float:
     """Return the seconds of CP's collectives in one forward: keys and values, or passed states."""
     if layer.states:  # and a few tokens from the neighbour, for the convolution
         return machine.send(group, 0.0) + machine.ring(group, 4.0 * layer.states)
-    if not layer.moved:
-        return 0.0
-    moved = machine.all_to_all(group, layer.moved * machine.precision)
-    return moved + machine.ring(group, layer.gathered * machine.precision)
+    return machine.ring(group, layer.gathered * machine.precision) if layer.gathered else 0.0
 
 
 def encoder_cost(plan: Plan, machine: Machine, encoder: Encoder, lay: Layout) -> Cost:
