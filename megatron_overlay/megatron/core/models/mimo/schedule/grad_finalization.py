@@ -134,7 +134,7 @@ def _scale_gradients(stage: DistributedDataParallel, factor: torch.Tensor) -> No
 
     DDP's method takes PyTorch's product with such a number, which reaches a quarter of the memory's
     speed and rounds the number to the gradients' type first. The kernel of gradient scalers does
-    neither, but takes no bf16; there, the number is rounded.
+    neither, but takes no bf16 on GPUs; there, the number is rounded.
     """
     found_inf = torch.zeros((), device=factor.device)  # of no use here
     for buffer in stage.buffers + stage.expert_parallel_buffers:
