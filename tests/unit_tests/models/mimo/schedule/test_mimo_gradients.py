@@ -2,12 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of two modules, finalized together: the same in every layout."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
-from megatron.core.models.mimo.schedule.grad_finalization import finalize_mimo_grads
+from megatron.core.models.mimo.schedule.grad_finalization import (
+    _scale_gradients,
+    finalize_mimo_grads,
+)
 from tests.unit_tests.models.mimo.small_model import trained
-from tests.unit_tests.test_utilities import requires_world_size
+from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 
 def gradients(encoder: dict[str, int], language: dict[str, int]) -> dict[str, float]:
@@ -31,3 +37,21 @@ def test_gradients_are_those_of_plain_data_parallelism():
     assert min(expected.values()) > 1e-6 and len(expected) > 10
     for encoder, language in ((dict(dp=2), dict(tp=2)), (dict(tp=2), dict(dp=2))):
         assert gradients(encoder, language) == pytest.approx(expected, rel=1e-4)
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gradients_of_every_type_are_divided(dtype):
+    """Which kernel divides depends on the type."""
+    given = torch.arange(1, 1001, device=Utils.device) / 128
+    buffers = [
+        SimpleNamespace(grad_data=given.to(dtype, copy=True), extra_main_grads=[given.clone()])
+        for _ in range(2)
+    ]
+    stage = SimpleNamespace(buffers=buffers[:1], expert_parallel_buffers=buffers[1:])
+    _scale_gradients(stage, torch.tensor(1 / 3, device=Utils.device))
+    for buffer in buffers:
+        for found in (buffer.grad_data, *buffer.extra_main_grads):
+            expected = given.to(found.dtype).double() / 3
+            most = 2 * torch.finfo(found.dtype).eps
+            torch.testing.assert_close(found.double(), expected, rtol=most, atol=0)
