@@ -147,11 +147,11 @@ def _together(weights: Sequence[Tensor]) -> Tensor:
     one buffer of DDP in this order; else a copy."""
     first, places = weights[0], [weight.data_ptr() for weight in weights]
     steps = {after - before for before, after in itertools.pairwise(places)} or {first.nbytes}
-    if len(steps) > 1 or not all(places):  # quantized tensors have no place
-        return torch.stack(tuple(weights))
-    (step,), buffers = steps, {weight.untyped_storage().data_ptr() for weight in weights}
-    is_aligned = step % 16 == places[0] % 16 == 0  # as grouped GEMMs want it
-    if len(buffers) > 1 or step < first.nbytes or not (is_aligned and first.is_contiguous()):
+    step = steps.pop()
+    is_even = not steps and all(places)  # quantized tensors have no place
+    is_even = is_even and step >= first.nbytes and first.is_contiguous()
+    is_even = is_even and len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+    if not is_even or step % 16 or places[0] % 16:  # grouped GEMMs want multiples of 16 bytes
         return torch.stack(tuple(weights))
     return first.as_strided(
         (len(weights), *first.shape), (step // first.element_size(), *first.stride())

@@ -112,8 +112,7 @@ def test_token_counts_stay_on_the_device_where_it_is_faster(options, dispatcher,
 )
 def test_packed_rows_are_contiguous_where_states_pass(options, layout):
     line = f"--data digits --bf16 --language cp=2 {options}"
-    found = parsed(line, 4).args
-    assert found.linear_cp_layout == layout
+    assert parsed(line, 4).args.linear_cp_layout == layout
 
 
 @pytest.mark.parametrize("generation", [8, 10])

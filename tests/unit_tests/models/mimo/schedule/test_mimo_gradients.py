@@ -42,7 +42,7 @@ def test_gradients_are_those_of_plain_data_parallelism():
 @requires_world_size(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gradients_of_every_type_are_divided(dtype):
-    """Which kernel divides depends on the type."""
+    """One kernel divides bf16 gradients, and another those of other types."""
     given = torch.arange(1, 1001, device=Utils.device) / 128
     buffers = [
         SimpleNamespace(grad_data=given.to(dtype, copy=True), extra_main_grads=[given.clone()])
