@@ -94,13 +94,15 @@ def _norm(batch: RankBatch) -> int:
 def _attention(batch: RankBatch) -> Layer:
     p, lay, tokens, heads = batch.p, batch.lay, batch.tokens, batch.p.num_attention_heads
     q, kv = heads * p.kv_channels, 2 * p.num_query_groups * p.kv_channels
-    gathered = kv * lay.cp if lay.cp > 1 and not batch.fused else 0
-    kept = _norm(batch) + (2 if batch.fused else 3) * q + kv + gathered + heads
+    gathered = kv * lay.cp
+    kept = _norm(batch) + (2 if batch.fused else 3) * q + kv + heads
+    if lay.cp > 1 and not batch.fused:
+        kept += gathered
     work = {
         "gemm": 2 * tokens * p.hidden_size * (2 * q + kv),
         "attention": 2 * tokens * batch.seq_length * q,
     }
-    return Layer(work, tokens * kept, tokens * (q + kv), tokens * lay.cp * kv)
+    return Layer(work, tokens * kept, tokens * (q + kv), gathered=tokens * gathered)
 
 
 def _mamba(batch: RankBatch) -> Layer:
