@@ -23,7 +23,7 @@ from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.data.loading_processes import read_ahead
 from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
-from examples.mimo.nemotron_vlm.data.step_plan import StepPlan, Take
+from examples.mimo.nemotron_vlm.data.step_plan import StepPlan, StepWork, Take
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from megatron.core.dist_checkpointing.managed_queue import end_with_rank
@@ -75,12 +75,19 @@ class Loading:
         return Rows(self.reader.source, split, args.seq_length, self.packing, args.seed)
 
     def training(self) -> Iterator[Microbatch]:
-        """Yield microbatches without end, from the first row that the run has not consumed."""
-        return self._loaded(self._takes("train", training_steps(self.args, self._dp)))
+        """Yield microbatches without end, from the first row that the run has not consumed.
+
+        Megatron's arguments get the work of each step, for its count of operations.
+        """
+        args = self.args
+        for batch, work in self._loaded(self._takes("train", training_steps(args, self._dp))):
+            args.modality_flops_per_sample, args.packed_per_sample = work
+            yield batch
 
     def held_out(self) -> Iterator[Microbatch]:
         """Yield microbatches of the test split; every evaluation reads the same rows."""
-        return self._loaded(self._takes("test", held_out_steps(self.args, self._dp)))
+        for batch, _ in self._loaded(self._takes("test", held_out_steps(self.args, self._dp))):
+            yield batch
 
     def _takes(self, split: str, steps: Iterator[Step]) -> Iterator[Take]:
         rows = self.rows(split)
@@ -110,7 +117,7 @@ class Loading:
         if self.args.exit_signal_handler:
             signal.signal(self.args.exit_signal, signal.SIG_IGN)
 
-    def _loaded(self, takes: Iterator[Take]) -> Iterator[Microbatch]:
+    def _loaded(self, takes: Iterator[Take]) -> Iterator[tuple[Microbatch, StepWork]]:
         on_gpu = self.args.device == "cuda"
         ahead = self._reading_ahead() if self.args.num_workers else {}
         options = {"num_workers": self.args.num_workers, "pin_memory": on_gpu, **ahead}
@@ -122,7 +129,7 @@ class Loading:
             started = time.perf_counter()
             batch = read(next(batches))
             self.waited_s += time.perf_counter() - started
-            yield batch
+            yield batch, batch.pop("step_work")
 
 
 def read(batch: Microbatch | str) -> Microbatch:

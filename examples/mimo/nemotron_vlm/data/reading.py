@@ -57,9 +57,9 @@ class Reader(Dataset):
             ``input_ids``, ``position_ids``, ``sample_places`` [b, S] int64; on ranks with a loss,
             ``labels`` [b, S] int64, ``loss_mask`` [b, S] float32 and ``kinds``, by modality bool
             [samples + 1], which samples have it, and padding none; ``modality_inputs`` with what
-            each encoder's entry collates; ``samples``, the sample numbers; with packing,
-            ``packing_kwargs``; if modules are colocated, ``batch_plan``, by which the bridges
-            route. ``sample_places`` is the index into ``samples`` of each token's sample.
+            each encoder's entry collates; ``samples``, the sample numbers; ``step_work``; with
+            packing, ``packing_kwargs``; if modules are colocated, ``batch_plan``, by which the
+            bridges route. ``sample_places`` is the index into ``samples`` of each token's sample.
         """
         try:
             return self._read(take)
@@ -76,6 +76,7 @@ class Reader(Dataset):
         padded = [self._padded([samples[number].text for number in row]) for row in take.rows]
         batch = self._stacked(padded)
         batch["samples"] = [number for row in take.rows for number in row]
+        batch["step_work"] = take.work
         if self.reads_labels:
             batch["kinds"] = self._kinds([samples[number] for number in batch["samples"]])
         lengths = None

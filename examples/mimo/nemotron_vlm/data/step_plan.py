@@ -49,6 +49,18 @@ class Share(NamedTuple):
     consumed: np.ndarray | None = None
 
 
+class StepWork(NamedTuple):
+    """The work of a step's rows on all ranks, as means for a row.
+
+    Args:
+        operations: the encoders' operations, forward and backward.
+        packed: tokens, and the sum of the samples' squared lengths; None if rows are not packed.
+    """
+
+    operations: float
+    packed: tuple[float, float] | None
+
+
 class Take(NamedTuple):
     """A rank's part of one microbatch.
 
@@ -56,11 +68,13 @@ class Take(NamedTuple):
         split: 'train' or 'test'.
         rows: sample numbers of each row of tokens that the rank reads.
         shares: the rank's part of each encoder's inputs, by the encoder's name.
+        work: work of the whole step.
     """
 
     split: str
     rows: list[list[int]]
     shares: dict[str, Share]
+    work: StepWork
 
 
 @dataclass(frozen=True)
@@ -93,7 +107,16 @@ class StepPlan:
         dp, apart = self.layouts.language.dp, self.layouts.non_colocated
         samples = rows.samples(first, count * micro_size * dp)
         inputs = {each.name: rows.inputs(samples, each, self.width) for each in self.encoders}
-        placed = self._placed(rows, samples, inputs, count)
+        work = sum(np.array([row[:, WORK].sum() for row in each]) for each in inputs.values())
+        # What packed rows cost beyond what all rows cost alike: their attention.
+        squares, packed = np.zeros(len(samples)), None
+        if rows.packing:
+            tokens = rows.tokens(samples)
+            squares = np.array([(of_row.astype(float) ** 2).sum() for of_row in tokens])
+            packed = float(sum(map(np.sum, tokens)) / len(tokens)), float(squares.mean())
+        placed = np.arange(len(samples)).reshape(count, dp, -1)
+        if self.balance:
+            placed = assign_rows(squares, work, count, dp)
         size = 1 if apart else self.schedule.at_once(self.layouts.language.pp, count)
         for number in range(0, count, size):
             cells = placed[number : number + size]
@@ -105,19 +128,8 @@ class StepPlan:
             }
             for place, cell in enumerate(cells):
                 own = [samples[row] for row in self._own(cell)]
-                yield Take(rows.split, own, {name: s[place] for name, s in shares.items()})
-
-    def _placed(
-        self, rows: Rows, samples: list[list[int]], inputs: dict[str, Inputs], count: int
-    ) -> np.ndarray:
-        dp = self.layouts.language.dp
-        if not self.balance:
-            return np.arange(len(samples)).reshape(count, dp, -1)
-        language = np.zeros(len(samples))
-        if rows.packing:  # what packed rows cost beyond what all rows cost alike: their attention
-            language = [(tokens.astype(float) ** 2).sum() for tokens in rows.tokens(samples)]
-        work = sum(np.array([row[:, WORK].sum() for row in each]) for each in inputs.values())
-        return assign_rows(language, work, count, dp)
+                used = {name: s[place] for name, s in shares.items()}
+                yield Take(rows.split, own, used, StepWork(float(work.mean()), packed))
 
     def _own(self, cell: np.ndarray) -> np.ndarray:
         """Return the rows of a microbatch whose text the rank reads."""

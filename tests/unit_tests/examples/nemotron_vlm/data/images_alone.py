@@ -11,10 +11,11 @@ from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
-from examples.mimo.nemotron_vlm.data.step_plan import InputRange, Share, StepPlan, Take
+from examples.mimo.nemotron_vlm.data.step_plan import InputRange, Share, StepPlan, StepWork, Take
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, tiny
 
 TINY = tiny()
+NO_WORK = StepWork(0.0, None)
 
 
 def step_plan(
@@ -27,7 +28,7 @@ def step_plan(
 
 def one_take(rows: list[list[int]], ranges: list[InputRange], *atoms: list[int]) -> Take:
     """A part of a microbatch; ``atoms`` are the rows encoded and consumed, if colocated."""
-    return Take("train", rows, {IMAGES: Share(ranges, *map(np.array, atoms))})
+    return Take("train", rows, {IMAGES: Share(ranges, *map(np.array, atoms))}, NO_WORK)
 
 
 def reader(source: SampleSource, packing: Packing | None, seq_length: int) -> Reader:

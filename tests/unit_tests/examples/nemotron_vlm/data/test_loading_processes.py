@@ -52,7 +52,8 @@ def test_a_sample_that_cannot_be_read_ends_its_own_step_alone(workers):
     class Unreadable(Echo):
         def __getitem__(self, take: SimpleNamespace) -> dict | str:
             number = super().__getitem__(take)
-            return "no such shard" if number == 2 else {"number": torch.tensor(number)}
+            batch = {"number": torch.tensor(number), "step_work": None}
+            return "no such shard" if number == 2 else batch
 
     ordered = (SimpleNamespace(split="train", rows=[[n]], shares={}) for n in range(4))
     ahead = {"prefetch_factor": 2, "multiprocessing_context": "fork"} if workers else {}
@@ -63,6 +64,6 @@ def test_a_sample_that_cannot_be_read_ends_its_own_step_alone(workers):
         _reading_ahead=lambda: ahead,
     )
     drawn = Loading._loaded(loading, ordered)
-    assert [int(next(drawn)["number"]) for _ in range(2)] == [0, 1]
+    assert [int(next(drawn)[0]["number"]) for _ in range(2)] == [0, 1]
     with pytest.raises(UserError, match="--data: no such shard"):
         next(drawn)

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from examples.mimo.nemotron_vlm.data.reading import Reader
-from examples.mimo.nemotron_vlm.data.rows import COUNTED
 from examples.mimo.nemotron_vlm.loop import forward_step, metrics
 from examples.mimo.nemotron_vlm.loop import run as program
 from examples.mimo.nemotron_vlm.loop.forward_step import (
@@ -122,21 +121,60 @@ class TestStep:
         gc.collect()
         assert not [thing for thing in gc.get_objects() if isinstance(thing, MimoModel)]
 
-    @pytest.mark.parametrize(
-        ("source", "options"),
-        [(None, ()), (SoundAndVideo(), ("--model", "tiny-omni", "--dynamic-resolution"))],
-    )
-    def test_the_throughput_counts_all_encoders_inputs(self, source, options):
-        with trainer(*ONE_MICROBATCH, *options, source=source) as run:
-            preset, args = run.session.options.preset, run.args
-            of_batch = num_floating_point_operations(args, 8)
-            args.modality_flops_per_sample = 0.0
-            of_language = num_floating_point_operations(args, 8)
-            work = 0
-            for each in preset.encoders:
-                sizes = np.concatenate(run.source.sizes("train", 0, COUNTED, each.name))
-                work += each.operations(sizes, preset.language.hidden_size).sum()
-        assert of_batch - of_language == pytest.approx(8 * work / COUNTED)
+
+OMNI = ("--model", "tiny-omni", "--dynamic-resolution", "--global-batch-size", str(STEP))
+
+
+@pytest.mark.parametrize("rows", [("--micro-batch-size", "16"), PACK])
+@pytest.mark.parametrize("layout", ["dp=2", "cp=2", "pp=2"])
+@requires_world_size(2)
+def test_the_throughput_counts_the_steps_own_samples_in_every_layout(layout, rows):
+    """Every third step has no sound, so the steps differ."""
+    _check_operations(*OMNI, *rows, "--encoder", "dp=2", "--language", layout)
+
+
+@pytest.mark.parametrize("rows", [ONE_MICROBATCH, PACK])
+@requires_world_size(1)
+def test_the_throughput_counts_the_steps_own_samples(rows):
+    _check_operations(*OMNI, *rows)
+
+
+def _check_operations(*options: str) -> None:
+    """Hold Megatron's count of each of three steps against sums over its samples by hand."""
+    counts, source = [], SoundAndVideo()
+    with trainer(*options, source=source) as run:
+        args, preset = run.args, run.session.options.preset
+        for first in range(0, 3 * STEP, STEP):
+            run.train_step()
+            counts.append(num_floating_point_operations(args, STEP))
+            rows = run.loading.rows("train").samples(first, STEP)
+            lengths = [len(source.text("train", n).labels) for row in rows for n in row]
+            squares = STEP * args.seq_length**2
+            if args.pack:
+                squares = sum(length**2 for length in lengths)
+            tokens = sum(lengths) if args.pack else STEP * args.seq_length
+            language = num_floating_point_operations.__wrapped__(args, 0, squares, tokens)
+            numbers = [n for row in rows for n in row]
+            encoders = sum(_operations_of(preset, source, number) for number in numbers)
+            assert counts[-1] == pytest.approx(language + encoders, rel=1e-9)
+    assert len(set(counts)) == 3
+
+
+def _operations_of(preset, source, number: int) -> float:
+    """Count what encoders compute of a sample: each image and each tubelet attends to itself."""
+    images, sound = preset.encoders
+    width, total = preset.language.hidden_size, 0
+    for pixels in source.inputs("train", number, images.name):
+        patches = pixels.shape[-3] * pixels.shape[-2]
+        tokens, features = patches + images.class_tokens, pixels.shape[-1]
+        products = 4 * images.hidden**2 + 2 * images.hidden * images.ffn
+        layer = 2 * tokens * products + 4 * tokens**2 * images.hidden
+        row = images.projector_ffn * (4 * images.hidden + width)
+        vit = images.layers * layer + 2 * patches * features * images.hidden
+        times = len(pixels) if pixels.ndim == 4 else 1
+        total += 3 * times * (vit + 2 * patches // 4 * row)
+    lengths = [len(each) for each in source.inputs("train", number, sound.name)]
+    return total + sound.operations(np.array(lengths, np.int64), width).sum()
 
 
 @requires_world_size(1)

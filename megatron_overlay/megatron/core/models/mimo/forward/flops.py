@@ -1,6 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Floating-point operations of encoders, to add to Megatron's count for the language model."""
+"""Floating-point operations of encoders, to add to Megatron's count for the language model.
+
+Data loading writes what a step's samples need onto Megatron's arguments, as means for a row.
+"""
 
 import functools
 from argparse import Namespace
@@ -8,11 +11,20 @@ from collections.abc import Callable
 
 
 def with_modality_flops(count: Callable[..., float]) -> Callable[..., float]:
-    """Megatron's count for a batch, plus ``args.modality_flops_per_sample`` where that is set."""
+    """Add the encoders' operations to Megatron's count for a batch, and count packed rows.
+
+    Where they are set, ``args.modality_flops_per_sample`` are the encoders' operations for a row,
+    and ``args.packed_per_sample`` the tokens of a packed row and the sum of its samples' squared
+    lengths, both without padding.
+    """
 
     @functools.wraps(count)
     def counted(args: Namespace, batch_size: int, *more, **options) -> float:
         own = getattr(args, "modality_flops_per_sample", 0.0) * batch_size
+        if packed := getattr(args, "packed_per_sample", None):
+            tokens, squares = (mean * batch_size for mean in packed)
+            options["total_real_tokens_in_batch"] = tokens
+            options["seqlen_squared_sum_in_batch"] = squares
         return count(args, batch_size, *more, **options) + own
 
     return counted
