@@ -53,10 +53,10 @@ def main(arguments: list[str]) -> int:
     found = {"row": own.row, "title": row["title"], "machine": machine(), "runs": []}
     print(draw.HEAD, flush=True)
     with tempfile.TemporaryDirectory() as directory:
-        if "pictures" in row:
+        for kind in {"pictures", "mixture"} & row.keys():
             from pictures import make  # needs the extra energon
 
-            common += make(Path(directory) / "pictures", row["pictures"], [*common, *more])
+            common += make(Path(directory) / kind, kind, row[kind], [*common, *more])
         if "tile" in row:
             common += ["--model", _with_tile(row["tile"], Path(directory))]
         for name, run in runs.items():
