@@ -73,7 +73,7 @@ def make_source(args: Namespace, preset: VLMPreset) -> SampleSource:
             raise UserError(f"--data {ENERGON} {error}") from error
         advice = "change --seq-length or --model"
         raise UserError(f"--data {name}: {error}; {advice}") from error
-    if source.vocab_size > args.padded_vocab_size:
+    if source.vocab_size > args.vocab_size:
         raise UserError(
             f"--data {name} has token ids up to {source.vocab_size - 1}: --vocab-size must be at "
             f"least {source.vocab_size}"

@@ -22,7 +22,7 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import option_of
 from examples.mimo.nemotron_vlm.loop.checkpoint_saving import Saves
 from examples.mimo.nemotron_vlm.loop.local_copies import attempt_of, step_of
-from examples.mimo.nemotron_vlm.loop.resume_rules import check_resume
+from examples.mimo.nemotron_vlm.loop.resume_rules import check_resume, check_vocabulary
 from examples.mimo.nemotron_vlm.loop.terminal import LAYOUT, beginning, changes, goes_on, say
 from examples.mimo.nemotron_vlm.options.value_rules import saves_into
 from megatron.core.dist_checkpointing import load_common_state_dict
@@ -96,6 +96,7 @@ def _load(
                 verify_manifest(directory)  # before it is read; Megatron verifies after reading
                 args.verify_integrity = False
             saved = load_common_state_dict(directory).get("args")
+            check_vocabulary(args, saved, directory)
             if goes_on(args, directory):
                 check_resume(args, saved)
                 begun = attempt_of(directory, saved), step_of(directory)

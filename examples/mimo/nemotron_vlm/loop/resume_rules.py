@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import option_of
@@ -35,6 +36,10 @@ STATE = ("use_distributed_optimizer", "fp16")
 
 OF_PARTS = ("encoder_lr", "projector_lr", "encoder_weight_decay", "projector_weight_decay")
 """Arguments that give parts parameter groups of their own, each with its rates."""
+
+
+EMBEDDING = "language_model.module.embedding.word_embeddings.weight"
+"""Key of the input embeddings in a checkpoint, ``[vocabulary, hidden]``."""
 
 
 def check_resume(args: Namespace, saved: Namespace | None) -> None:
@@ -81,6 +86,28 @@ def check_resume(args: Namespace, saved: Namespace | None) -> None:
             f"--load {args.load}: {', '.join(sorted(untrained))} was frozen in that run, and "
             "has no optimizer state; freeze it, or give --finetune, which takes the weights and "
             "begins anew"
+        )
+
+
+def check_vocabulary(args: Namespace, saved: Namespace | None, directory: str) -> None:
+    """Check that a checkpoint's weights are for as many words, also where only they are taken.
+
+    Megatron cuts off other rows, or fills them with zeros, as the vocabulary's padding may differ.
+
+    Args:
+        saved: the arguments in the checkpoint; None of a converted one, which has no padding.
+
+    Raises:
+        UserError: the numbers differ.
+    """
+    words = getattr(saved, "vocab_size", None)
+    if words is None:
+        stored = FileSystemReader(directory).read_metadata().state_dict_metadata
+        words = stored[EMBEDDING].size[0] if EMBEDDING in stored else args.vocab_size
+    if words != args.vocab_size:
+        raise UserError(
+            f"{directory} has a vocabulary of {words}, and --vocab-size is {args.vocab_size}: "
+            f"give --vocab-size {words}"
         )
 
 

@@ -1,14 +1,15 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The language model's loss on GPUs, by the kernel of flash-linear-attention.
+"""The language model's loss: over the words that there are, and on GPUs by a kernel.
 
-Megatron's fused loss is five kernels, which keep an fp32 softmax and round the gradients of the
-logits to bfloat16. This one reads the logits once in each direction, keeps one number a token, and
-its gradients have the precision of the logits.
+The kernel is flash-linear-attention's. Megatron's fused loss is five kernels, which keep an fp32
+softmax and round the gradients of the logits to bfloat16. This one reads the logits once in each
+direction, keeps one number a token, and its gradients have the precision of the logits.
 """
 
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -41,3 +42,25 @@ class HybridModelWithLossKernel(HybridModel):
             process_group=tp if tp.size() > 1 else None,
         )
         return losses.view(logits.shape[:2]).t().contiguous()
+
+
+def leave_out_padding(model: HybridModel, vocab_size: int) -> None:
+    """Give the logits of padded rows of the vocabulary the least number, in place.
+
+    No loss, prediction or gradient then depends on these rows. Infinity would not do: the kernels
+    subtract a rank's largest logit, and a rank may have padded rows alone.
+
+    Args:
+        model: has the rows of its TP rank, of a vocabulary that is padded for all of them.
+        vocab_size: number of the first rows, which have words.
+    """
+    if not hasattr(model, "output_layer"):
+        return
+    tp, held = model.pg_collection.tp, model.output_layer.output_size_per_partition
+    words = max(0, vocab_size - tp.rank() * held)
+
+    def fill(_layer: torch.nn.Module, _inputs: object, output: tuple[Tensor, None]) -> None:
+        output[0][..., words:] = torch.finfo(output[0].dtype).min
+
+    if words < held:
+        model.output_layer.register_forward_hook(fill)

@@ -9,7 +9,10 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.data import have_equal_images
 from examples.mimo.nemotron_vlm.encoders.entry import Configs
-from examples.mimo.nemotron_vlm.model.language_loss import HybridModelWithLossKernel
+from examples.mimo.nemotron_vlm.model.language_loss import (
+    HybridModelWithLossKernel,
+    leave_out_padding,
+)
 from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs, layer_specs
 from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE as LANGUAGE_PART
 from examples.mimo.nemotron_vlm.model.part_settings import ModelPart, parts_named
@@ -221,6 +224,7 @@ def build_vlm(
             optimizer_overrides=overrides,
         )
         stage = MimoModel(config)
+        leave_out_padding(stage.language_model, args.vocab_size)
         stage.model_type = ModelType.encoder_or_decoder
         stage.vp_stage = vp_stage
         stages.append(stage)

@@ -225,6 +225,13 @@ class TestChanges:
         with trainer(*line, "--load", str(saved("")[0])) as run:
             assert (run.step, run.args.consumed_train_samples) == (0, 0)
 
+    @pytest.mark.parametrize("words_now", [1024, 62])
+    def test_another_stage_takes_no_weights_of_another_vocabulary(self, saved, places, words_now):
+        line = words(RUN + BATCH, f"--seed 4 --vocab-size {words_now} --finetune", places)
+        with pytest.raises(UserError, match="has a vocabulary of 64.*give --vocab-size 64$"):
+            with trainer(*line, "--load", str(saved("")[0])):
+                pass
+
     def test_a_run_that_has_ended_does_not_write_its_checkpoint_again(self, places, shared_path):
         """Megatron saves at the end, whether or not a step was taken."""
         line = words(RUN + BATCH, "--train-iters 2", places) + ["--save", str(shared_path)]

@@ -97,6 +97,8 @@ GROWING = ("--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4"
 MODELS = {
     "tiny": Model(),
     "own defaults": Model(OWN_DEFAULTS, steps=STEPS),
+    "65 words": Model(("--data", "mock", "--vocab-size", "65")),
+    "65 words, later ones too": Model((*MTP, "--data", "mock", "--vocab-size", "65")),
     "24 samples": Model(OWN_DEFAULTS, samples=24),
     "tiny-gdn": Model((*LOCAL, "--model", "tiny-gdn")),
     "six layers, partly text": Model(SIX_LAYERS, source=PartlyText(), samples=24),

@@ -74,6 +74,7 @@ RECOMPUTE = (*FULL, "--recompute-encoder", "1")
 BUBBLES = ("--encoder-schedule", "bubbles")
 GRAPHS = ("--cuda-graph-impl", "local")
 MACRO_BATCH = ("--encoder-macro-batch", "2")
+PADDED_256 = ("--make-vocab-size-divisible-by", "64")  # two of four TP ranks have no word
 WORKERS = ("--num-workers", "4")
 ALLGATHER = ("--moe-token-dispatcher-type", "allgather")
 BY_PART = ("--encoder-lr", "4e-4", "--projector-lr", "6e-3", "--encoder-weight-decay", "0.3")
@@ -252,6 +253,15 @@ ON_CPUS = {
             ),
             ((*OWN_DEFAULTS, *BY_PART), PIPELINE),
         )
+    ],
+    "a padded vocabulary": [
+        Row(4, "65 words, later ones too", "dp=4", "tp=2,pp=2,dp=1,ep=2,etp=1", then=(ON_DP,)),
+        Row(
+            *(4, "65 words", "dp=4", "tp=4,dp=1", PADDED_256),
+            common=("--no-untie-embeddings-and-output-weights", *EVALUATION),
+        ),
+        Row(4, "65 words", *APART_ON_TP, then=(ON_DP, ON_TP_ETP)),
+        Row(2, "65 words", "dp=2", "tp=2,dp=1", common=OWN_DEFAULTS),
     ],
     "a batch that grows": [  # the encoder runs again in more parts, and has more macro-batches
         Row(4, "growing batch", "tp=2,dp=2", PIPELINE, ("--recompute-encoder", "1", *OVERLAP[:1])),

@@ -174,7 +174,7 @@ def _drawn(
     def fill(block: int) -> None:
         begin = block * rows
         place = (*part.global_offset[:axes], block, *[0] * len(columns))
-        out = torch.empty(min(rows, shape[0] - begin), *shape[1:])
+        out = torch.empty(rows, *shape[1:])  # whole, so that no row depends on padding after it
         drawn = draw(out, _generator(seed, part.key, place), shape[-1])
         first, end = max(begin, start), min(begin + rows, start + held)
         own[first - start : end - start] = drawn[(slice(first - begin, end - begin), *columns)]
