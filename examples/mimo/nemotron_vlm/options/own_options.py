@@ -138,8 +138,7 @@ class OwnOptions:
     """print the fastest layouts for the model and the batch on so many GPUs, and end; --placement
     and --encoder-schedule leave out other plans"""
     plan_gpu: str = "h200"
-    """GPU that --plan and --dry-run are for: h100, h200, b200, or a file that tools/calibrate.py
-    wrote"""
+    """GPU that --plan and --dry-run are for: h100, h200 or b200"""
     plan_gpus_per_node: int = 8
     """GPUs of a node that --plan and --dry-run are for"""
     plan_tiles: str = ""

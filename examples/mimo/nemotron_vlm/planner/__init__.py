@@ -12,6 +12,5 @@ planner enumerates plans, asks the program's own rules whether they may run, and
   costs of a plan, and the time of its step.
 - ``search`` ranks the plans, ``report`` shows them.
 
-Nothing is started, and no device is used. tools/calibrate.py of the repository measures a machine's
-figures and compares predictions with measured runs.
+Nothing is started, and no device is used.
 """

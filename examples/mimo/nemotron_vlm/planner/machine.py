@@ -10,10 +10,9 @@ rank sends its bytes at the bandwidth of the slowest link: NVLink within a node,
 the network adapters of all ranks of the group that share a node.
 """
 
-import json
 import math
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -161,22 +160,13 @@ class Machine:
 
 
 def find_machine(name: str) -> Machine:
-    """Return a machine by the name of a GPU in the table, or from a file that ``calibrate`` wrote.
+    """Return a machine by the name of a GPU in the table.
 
     Raises:
-        UserError: there is neither.
+        UserError: the table lacks it.
     """
     table = tomllib.loads(TABLE.read_text())
     defaults = table.pop("defaults")
-    if name in table:
-        return Machine(**defaults | table[name])
-    try:
-        return Machine(**json.loads(Path(name).read_text())["machine"])
-    except OSError as error:
-        known = ", ".join(table)
-        reason = f"no such GPU and no file; choose from {known}, or a file of tools/calibrate.py"
-        raise UserError(f"--plan-gpu {name}: {reason}") from error
-    except (ValueError, TypeError, KeyError) as error:
-        wanted = ", ".join(field.name for field in fields(Machine))
-        reason = f"not a file of tools/calibrate.py, with {wanted}"
-        raise UserError(f"--plan-gpu {name}: {reason}") from error
+    if name not in table:
+        raise UserError(f"--plan-gpu {name}: no such GPU; choose from {', '.join(table)}")
+    return Machine(**defaults | table[name])
