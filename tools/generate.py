@@ -10,6 +10,7 @@ Without --ask, questions are read from the terminal, one a line, in one conversa
 """
 
 import argparse
+import json
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -37,6 +38,8 @@ def _parser() -> argparse.ArgumentParser:
         add(f"--{name}", action="append", default=[], type=Path, metavar="FILE", help=what)
     add("--ask", metavar="TEXT", help="the question; <image>, <sound>, <video> place the media")
     add("--step", type=positive, metavar="N", help="take this step's checkpoint, not the newest")
+    what = 'of the chat template, as JSON: {"enable_thinking": false}; else as in training'
+    add("--chat-template-kwargs", type=json.loads, metavar="JSON", help=what)
     add("--max-tokens", type=positive, default=256, metavar="N", help="of an answer")
     return parser
 
@@ -48,7 +51,8 @@ def _answer(options: Namespace) -> None:
 
     try:
         files = _files(options)
-        model = Conversation(_converted(options.checkpoint, options.step))
+        directory = _converted(options.checkpoint, options.step)
+        model = Conversation(directory, options.chat_template_kwargs)
         if options.ask is not None:
             print(model.ask(options.ask, files, options.max_tokens))
             return

@@ -6,14 +6,17 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
-from examples.mimo.nemotron_vlm.energon.conversation import Chat
+from examples.mimo.nemotron_vlm.energon.chat_template import DEFAULT_TEMPLATE
+from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn
 from examples.mimo.nemotron_vlm.loop.asking import ask_command
 from tests.unit_tests.checkpoint.conversions import Given, assert_verified, convert
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
@@ -25,6 +28,8 @@ from tests.unit_tests.test_utilities import Utils
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import generate  # noqa: E402
+
+from conversion.trained import _tokenizer  # noqa: E402
 
 LENGTH, ANSWER, SEED = 64, 6, 1234
 """Tokens of a sample, and of an answer at most; and the program's default seed."""
@@ -67,6 +72,10 @@ def conversations(path: Path) -> tuple[SampleSource, list[str]]:
     return shards.source(path / "data", **given), [*data, "--dynamic-resolution"]
 
 
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 KINDS = {
     "tiny": (digits, ["image"] * SAMPLES),
     "tiny-omni": (conversations, ["", "sound", "video", "image sound"]),
@@ -153,6 +162,28 @@ def test_a_run_may_have_other_sizes_than_its_preset(tmp_path):
     Utils.destroy()
     converted = generate._converted(tmp_path / "saved", None)
     assert_verified(tmp_path / "saved", converted, "text image")
+
+
+@pytest.mark.parametrize("template", [None, CHATML, {"default": CHATML, "tool_use": "{{ tools }}"}])
+def test_an_export_asks_by_the_template_that_trained(tmp_path, template):
+    given, out = shards.byte_tokenizer(tmp_path / "given", template, ["<image>"]), tmp_path / "out"
+    out.mkdir()
+    _tokenizer(SimpleNamespace(tokenizer_model=str(given)), out)
+    theirs = AutoTokenizer.from_pretrained(out)
+    talk = [("user", " a: "), ("assistant", "b "), ("user", "c")]
+    messages = [{"role": role, "content": content} for role, content in talk]
+    asked = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    chat, turns = Chat(given), [Turn(*each) for each in talk]
+    assert asked == chat.prompt(turns).tolist() == Chat(out).prompt(turns).tolist()
+    ids, answer = chat.encode([*turns, Turn("assistant", " b")])
+    assert ids[: len(asked)].tolist() == asked and answer[len(asked)]
+    assert theirs.chat_template == (template or DEFAULT_TEMPLATE)
+
+
+def test_a_tokenizer_that_does_not_know_a_word_is_said(trained, capsys):
+    words = next(iter(trained.asked.values()))[:-1]
+    assert generate.main([str(trained.path / "saved"), *words, "zebra"]) == 2
+    assert capsys.readouterr().err == "error: the tokenizer does not know all of its words\n"
 
 
 @pytest.mark.parametrize("trained", ["tiny"], indirect=True)

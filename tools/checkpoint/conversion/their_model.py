@@ -6,6 +6,7 @@ import json
 import re
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -14,13 +15,15 @@ from einops import rearrange
 from conversion.directions import MODEL
 from conversion.nemotron_h import TIME_STEP_MIN
 from conversion.sources import LANGUAGE, config_of, preset_of, sources_of
-from conversion.trained import INPUTS
+from conversion.trained import ASKED, INPUTS
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import make_encoder
 from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.encoders.radio.entry import Radio
 from examples.mimo.nemotron_vlm.energon import conversation
 from examples.mimo.nemotron_vlm.energon.encoding import File
+from examples.mimo.nemotron_vlm.energon.errors import BadConversation
+from examples.mimo.nemotron_vlm.energon.records import Record
 from examples.mimo.nemotron_vlm.model.presets import find_preset, nano_omni_30b_a3b
 
 MAY_LACK = re.compile(
@@ -100,12 +103,13 @@ class Conversation:
     Args:
         directory: a Hugging Face directory with a tokenizer; and, if the program trained the model,
             with the model's sizes and how inputs were prepared.
+        arguments: of the chat template; by default those that ask as the training did.
 
     Raises:
         UserError: it lacks a tokenizer, or tensors.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, arguments: dict[str, Any] | None = None) -> None:
         inputs = {"prompt": "", "image_token": "<image>", "dynamic_resolution": True}
         inputs |= {"video_frames": None, "video_fps": None, "tokenizer_model": str(directory)}
         if (directory / INPUTS).is_file():
@@ -114,6 +118,7 @@ class Conversation:
         else:
             base = nano_omni_30b_a3b()
             preset = preset_of(sources_of(directory, base), base, None)
+        self._arguments = inputs.get(ASKED, {}) if arguments is None else arguments
         if inputs["dynamic_resolution"]:
             preset = preset.with_images_of_any_size()
         try:
@@ -130,11 +135,16 @@ class Conversation:
             for kind in conversation.PLACEHOLDERS
         }
         counts = {kind: len(given) for kind, given in rest.items()}
-        turns = [conversation.Turn("user", question, True), conversation.Turn("assistant", "-")]
+        asked = conversation.Turn("user", question, (question,))
+        turns = [asked, conversation.Turn("assistant", "-")]
         placed, kinds = conversation.place_media(turns, counts)
         self._media += self._encoder.read([rest[kind].pop(0) for kind in kinds])
         self._turns.append(placed[0])
-        ids = torch.from_numpy(self._encoder.question(self._turns, self._media))[None]
+        record = Record(self._turns, self._media, self._arguments)
+        ids = self._encoder.question(record, [medium.extent for medium in self._media])
+        if self._encoder.chat.unknown in ids:
+            raise BadConversation("the tokenizer does not know all of its words")
+        ids = torch.from_numpy(ids)[None]
         with torch.no_grad():
             made = self._model.generate(
                 inputs_embeds=self._embedded(ids),
@@ -145,7 +155,9 @@ class Conversation:
                 pad_token_id=self._encoder.chat.pad_token,
             )
         answer = self._encoder.chat.words(made[0].tolist()).strip()
-        self._turns.append(conversation.Turn("assistant", answer))
+        # The template reads thoughts between both of their tags; the first may be in the prompt.
+        opened = "<think>" * ("</think>" in answer and "<think>" not in answer)
+        self._turns.append(conversation.Turn("assistant", opened + answer))
         return answer
 
     def _embedded(self, ids: torch.Tensor) -> torch.Tensor:

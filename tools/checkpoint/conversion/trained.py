@@ -17,6 +17,7 @@ from conversion.sources import parts_of, sizes_of
 from conversion.torch_dist import Checkpoint
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.sample import FIRST_DIGIT, IMAGES, SOUND
+from examples.mimo.nemotron_vlm.energon.chat_template import DEFAULT_TEMPLATE
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, write_preset
 
 INPUTS = "inputs.json"
@@ -24,6 +25,9 @@ INPUTS = "inputs.json"
 
 PREPARED = ("prompt", "image_token", "max_tiles", "thumbnail", "dynamic_resolution")
 PREPARED += ("video_frames", "video_fps")
+
+ASKED = "chat_template_kwargs"
+"""Arguments with which the chat template asks as it did in training."""
 
 TOKENIZER = ("token*.json", "*.model", "special_tokens_map.json", "chat_template*", "*.txt")
 """Patterns of a tokenizer's files."""
@@ -55,6 +59,7 @@ def export(checkpoint: Path, out: Path) -> None:
         _config(preset, args).save_pretrained(like)
         write_preset(preset, like / MODEL)
         inputs = {name: getattr(args, name) for name in PREPARED}
+        inputs[ASKED] = vars(args).get(ASKED, {})  # not in a run from before it
         if not args.tokenizer_model:
             inputs["thumbnail"] = False  # strips of digits are tiles side by side, and no more
         (like / INPUTS).write_text(json.dumps(inputs, indent=2) + "\n")
@@ -85,15 +90,20 @@ def _config(preset: VLMPreset, args: Namespace):
 
 def _tokenizer(args: Namespace, out: Path) -> None:
     """Write the tokenizer of the run's texts; the program's own digits are ids without one."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
     if args.tokenizer_model:
         given = Path(args.tokenizer_model)
         if not given.is_dir():
             raise UserError(f"the run's tokenizer {given} is no longer there")
         for path in {found for pattern in TOKENIZER for found in given.glob(pattern)}:
             shutil.copyfile(path, out / path.name)
+        if (named := given / "additional_chat_templates").is_dir():
+            shutil.copytree(named, out / named.name)
+        if not AutoTokenizer.from_pretrained(out, local_files_only=True).chat_template:
+            (out / "chat_template.jinja").write_text(DEFAULT_TEMPLATE)
         return
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     # Ids are those of data/sample.py, and of the entry of sound.
     first = ["<pad>", "<s>", "</s>", "<image>", "read", "<so_embedding>", "<unk>"]

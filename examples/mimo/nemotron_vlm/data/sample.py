@@ -3,6 +3,7 @@
 """The interface of data sets: text and inputs of each sample; and the digit-reading task."""
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -38,10 +39,12 @@ class Question(NamedTuple):
     """A question of a sample, with its media in the order of their placeholders.
 
     media: 'image', 'sound' or 'video', and the files by name; those of a clip may be its frames.
+    asked: as `SampleSource` has it, for this sample.
     """
 
     text: str
     media: list[tuple[str, dict[str, bytes]]]
+    asked: Mapping[str, bool] = MappingProxyType({})
 
 
 class SampleSource:
@@ -55,6 +58,7 @@ class SampleSource:
     token_ids: ids of the tokens that encoders' rows replace, by encoder. pad_token: its id.
     vocab_size: above every id in the texts.
     fingerprint: equal for two sources if they have the same samples under the same numbers.
+    asked: arguments with which the tokenizer's chat template asks as the training does.
     score: scores answers by token; None counts the samples whose whole answer is right.
     """
 
@@ -62,6 +66,7 @@ class SampleSource:
     pad_token: int = PAD
     vocab_size: int = FIRST_DIGIT + 10
     fingerprint: str = ""
+    asked: Mapping[str, bool] = MappingProxyType({})
     score: Score | None = None
 
     def text(self, split: str, number: int) -> Text:

@@ -3,6 +3,7 @@
 """Survey a data set and print the result: lengths of the samples, and which are bad."""
 
 import argparse
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from examples.mimo.nemotron_vlm.data import PREPARATION, make_encoder
 from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.data.sample import SOUND
 from examples.mimo.nemotron_vlm.energon.advice import advise
+from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import VIDEO
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.errors import MissingPackage
@@ -89,6 +91,11 @@ def describe(
         for kind, is_taken in ((VIDEO, encoder.video), (SOUND, encoder.sound)):
             if is_taken:
                 lines.append(f"  {kind:6}  {survey.count(chosen, kind)}")
+        asked = np.bincount(survey.asked[chosen], minlength=len(MODES) + 1).tolist()
+        ways = [*(json.dumps(mode) for mode in MODES), "no prompt begins their answers"]
+        ways[0] = "the template's prompt"
+        counts = (f"{n}: {way}" for n, way in zip(asked, ways, strict=True) if n)
+        lines.append(f"  asked   {' · '.join(counts)}")
         packing = Packing(given.pack_window, given.sample_multiple)
         lines += advise(survey, encoder, chosen, packing) if split == "train" else []
     bad = bad_samples(dataset, survey, seq_length, names)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations as tokens: chat template, media tokens, and the mask of answer tokens.
+"""Conversations as tokens: turns, media tokens, and the mask of answer tokens.
 
 The ids are those of the processor of Nemotron 3 Nano Omni in transformers, if the tokenizer has its
 tokens: an image is between ``<img>`` and ``</img>`` then, a sound between ``<so_start>`` and
@@ -11,12 +11,15 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
+from examples.mimo.nemotron_vlm.energon.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation, one_line
 
 VIDEO = "video"
@@ -40,25 +43,19 @@ AROUND = {IMAGES: ("<img>", "</img>"), SOUND: ("<so_start>", "<so_end>")}
 _PLACE = re.compile("|".join(PLACEHOLDERS.values()))
 _KINDS = {placeholder: kind for kind, placeholder in PLACEHOLDERS.items()}
 
-DEFAULT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
-)
-"""Chat template for tokenizers without one: ``user: …\\nassistant: …</s>\\n``."""
-
-_ANSWER = "\u27e8answer\u27e9"
-"""Placeholder of an answer, to find what the template puts before and after it."""
-
 
 class Turn(NamedTuple):
-    """role: 'system', 'user' or 'assistant'. text: with placeholders of media.
+    """role: 'system', 'user', 'assistant' or 'tool'. text: with placeholders of media.
 
-    has_items: whether a template that knows items gets them instead of the text.
+    items: parts of the text for a template that knows items, each a text or a placeholder. fields:
+    other keys of the message, such as reasoning. loss: whether it bears a loss as an answer.
     """
 
     role: str
     text: str
-    has_items: bool = False
+    items: tuple[str, ...] = ()
+    fields: Mapping[str, Any] = MappingProxyType({})
+    loss: bool = True
 
 
 def place_media(turns: list[Turn], counts: Mapping[str, int]) -> tuple[list[Turn], list[str]]:
@@ -69,12 +66,17 @@ def place_media(turns: list[Turn], counts: Mapping[str, int]) -> tuple[list[Turn
 
     Raises:
         BadConversation: the number of placeholders differs from the number of media, or one is
-            outside the user's turns; there is no user turn or no answer; or an answer is empty.
+            outside the user's turns; there is no user turn or no answer; the last turn is no
+            answer; or an answer is empty.
     """
     asking = next((place for place, turn in enumerate(turns) if turn.role == "user"), None)
     if asking is None or all(turn.role != "assistant" for turn in turns):
         raise BadConversation("needs a user's turn and an assistant's answer")
-    if not all(turn.text.strip() for turn in turns if turn.role == "assistant"):
+    if turns[-1].role != "assistant":
+        raise BadConversation(f"ends with a turn of {turns[-1].role}, which has no answer")
+    if not all(
+        turn.text.strip() or any(turn.fields.values()) for turn in turns if turn.role == "assistant"
+    ):
         raise BadConversation("an answer is empty")
     before = ""
     for kind, placeholder in PLACEHOLDERS.items():
@@ -86,7 +88,9 @@ def place_media(turns: list[Turn], counts: Mapping[str, int]) -> tuple[list[Turn
     for turn in turns:
         if turn.role != "user" and (stray := _PLACE.search(turn.text)):
             raise BadConversation(f"{stray[0]} outside of the user's turns")
-    asked = turns[asking]._replace(text=before + turns[asking].text)
+    asked = turns[asking]
+    items = asked.items and (*filter(None, [before]), *asked.items)
+    asked = asked._replace(text=before + asked.text, items=items)
     turns = [*turns[:asking], asked, *turns[asking + 1 :]]
     return turns, [_KINDS[place] for turn in turns for place in _PLACE.findall(turn.text)]
 
@@ -129,8 +133,8 @@ class Chat:
             if token not in vocabulary:
                 raise ValueError(f"tokenizer {path}: has no token {token} for {kind}")
         self._tokenizer = tokenizer
-        own = tokenizer.chat_template and tokenizer.get_chat_template()
-        self._template = own or DEFAULT_TEMPLATE
+        self._template = ChatTemplate(tokenizer)
+        self._special = list(tokenizer.added_tokens_decoder)
         self.image_text = image_token
         self.ids: dict[str, int] = {kind: vocabulary[t] for kind, t in self._tokens.items()}
         self._around = {k: t for k, t in AROUND.items() if all(each in vocabulary for each in t)}
@@ -141,7 +145,8 @@ class Chat:
     @property
     def fingerprint(self) -> str:
         """Hash of everything that determines the tokens: template, image token and tokenizer."""
-        digest = hashlib.sha256(f"{self._template}\0{self.image_text}\0".encode())
+        template = self._tokenizer.chat_template or DEFAULT_TEMPLATE
+        digest = hashlib.sha256(f"{template}\0{self.image_text}\0".encode())
         digest.update(self._tokenizer.backend_tokenizer.to_str().encode())
         digest.update(repr(sorted(self._tokenizer.special_tokens_map.items())).encode())
         return digest.hexdigest()
@@ -151,7 +156,10 @@ class Chat:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def encode(
-        self, turns: list[Turn], labels: Sequence[Sequence[str]] = ()
+        self,
+        turns: Sequence[Turn],
+        labels: Sequence[Sequence[str]] = (),
+        arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[np.ndarray, np.ndarray]:
         """Tokenize a conversation with the chat template.
 
@@ -160,43 +168,92 @@ class Chat:
 
         Args:
             labels: those of each clip's tubelets.
+            arguments: of the template, such as tools.
 
         Returns:
-            The n tokens, int64 [n]; and which are of an answer or the end of turn after it, bool
-            [n].
+            The n tokens, int64 [n]; and which are of an answer with a loss or the end of turn after
+            it, bool [n].
 
         Raises:
-            BadConversation: the template refuses it or changes its answers, or its text contains
-                a token of media.
+            BadConversation: the template refuses it, does not know a key, or hides its answers; the
+                tokenizer refuses its text; or that contains a token of media.
         """
-        text = self._render(turns)
-        spans = self._answers(turns, text)
+        messages = self._messages(turns)
+        self._template.check(messages, arguments)
+        text, spans = self._template.answers(messages, arguments, [turn.loss for turn in turns])
         self._compare(PLACEHOLDERS[VIDEO], text.count(PLACEHOLDERS[VIDEO]), len(labels))
-        text, spans = self._surrounded(text, spans, labels)
-        tokens = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids = np.array(tokens["input_ids"], np.int64)
-        first, end = np.array(tokens["offset_mapping"], np.int64).reshape(-1, 2).T
+        tokens, starts, stops = self._tokenize(text, spans, labels)
+        ids, first, _ = tokens.T
         answer = np.zeros(len(ids), bool)
-        for span in spans:
-            answer |= (end > span.start) & (first < span.stop)
+        for start, stop in zip(starts, stops, strict=True):
+            answer[start:] |= first[start:] < stop
         for kind, token in self._tokens.items():
             wanted = sum(turn.text.count(PLACEHOLDERS[kind]) for turn in turns)
             wanted += sum(map(len, labels)) if kind == IMAGES else 0
             self._compare(token, (ids == self.ids[kind]).sum(), wanted)
         return ids, answer
 
-    def prompt(self, turns: list[Turn], labels: Sequence[Sequence[str]] = ()) -> np.ndarray:
-        """Tokenize a conversation up to where its next answer begins, as `encode` does it.
+    def prompt(
+        self,
+        turns: Sequence[Turn],
+        labels: Sequence[Sequence[str]] = (),
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> np.ndarray:
+        """Tokenize a conversation up to where its next answer begins; see `encode`."""
+        messages = self._messages(turns)
+        text = next(self._template.prompts(messages, arguments))
+        _, spans = self._template.answers(messages, arguments, [turn.loss for turn in turns])
+        return self._tokenize(text, spans, labels)[0][:, 0]
+
+    def _tokenize(
+        self, text: str, spans: list[range], labels: Sequence[Sequence[str]]
+    ) -> tuple[np.ndarray, list[int], list[int]]:
+        """Return tokens as `_read` does, and the first token and last character of each answer.
+
+        The tokens before an answer are those of the text before it, which asks for it: where a
+        token would straddle the two, they are tokenized apart.
+        """
+        text, spans = self._surrounded(text, spans, labels)
+        tokens, starts, least = self._read(text), [], 0
+        for span in spans:
+            special = np.isin(tokens[:, 0], self._special) & (tokens[:, 1] < span.start)
+            near = max(least, np.flatnonzero(special)[-1:].sum())  # what is before does not matter
+            at = tokens[near, 1] if near < len(tokens) else span.start
+            before = self._read(text[: span.start], at)
+            least = near + len(before)
+            starts.append(least)
+            if not np.array_equal(tokens[near:least, 0], before[:, 0]):
+                tokens = np.concatenate([tokens[:near], before, self._read(text, span.start)])
+        return tokens, starts, [span.stop for span in spans]
+
+    def _read(self, text: str, start: int = 0) -> np.ndarray:
+        """Return id, first character and end of each token from a character on, int64 [n, 3].
 
         Raises:
-            BadConversation: the template refuses it, or the tokenizer lacks some of its words.
+            BadConversation: the tokenizer refuses the text.
         """
-        text = self._render([*turns, Turn("assistant", _ANSWER)]).partition(_ANSWER)[0]
-        text, _ = self._surrounded(text.rstrip(" "), [], labels)
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        if self._tokenizer.unk_token_id in ids:
-            raise BadConversation("the tokenizer does not know all of its words")
-        return np.array(ids, np.int64)
+        # A tokenizer may treat a text's beginning in its own way, but not what follows a token.
+        anchor = self._tokenizer.eos_token if start else ""
+        try:
+            found = self._tokenizer(
+                anchor + text[start:], add_special_tokens=False, return_offsets_mapping=True
+            )
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception
+            if halves := re.search("[\ud800-\udfff]", text):
+                why = f"half a character, {halves[0]!r}, is in its text"
+            else:
+                why = one_line(error)
+            raise BadConversation(f"the tokenizer refuses it: {why}") from error
+        offsets = np.array(found["offset_mapping"], np.int64).reshape(-1, 2)
+        tokens = np.column_stack([np.array(found["input_ids"], np.int64), offsets])
+        return tokens[len(anchor) > 0 :] + [0, *[start - len(anchor)] * 2]
+
+    @property
+    def unknown(self) -> int | None:
+        """Id of the token of words that the tokenizer does not know; None if it knows all."""
+        return self._tokenizer.unk_token_id
 
     @property
     def end(self) -> int:
@@ -229,51 +286,33 @@ class Chat:
         pairs = zip(starts, spans, strict=True)
         return longer(text), [range(start, start + len(span)) for start, span in pairs]
 
-    def _answers(self, turns: list[Turn], text: str) -> list[range]:
-        """Return the range of characters of each answer in ``text``, end of turn included.
-
-        The template renders a placeholder instead of the answer, to show what it puts around it. So
-        other turns may have the same words as the answer.
-        """
-        spans = []
-        for place, turn in enumerate(turns):
-            if turn.role != "assistant":
-                continue
-            asked = self._render([*turns[:place], Turn("assistant", _ANSWER)])
-            before, found, after = asked.rpartition(_ANSWER)
-            answered = turn.text + after.rstrip()
-            if not found or not text.startswith(before + answered):
-                raise BadConversation(f"the chat template changes answer {len(spans) + 1}")
-            spans.append(range(len(before), len(before) + len(answered)))
-        return spans
-
-    def _render(self, turns: list[Turn]) -> str:
-        return self._rendered([(turn.role, self._content(turn)) for turn in turns])
+    def _messages(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+        """Return turns as the template takes them; a content may be absent, as `fields` say."""
+        made = [{"role": t.role, "content": self._content(t), **t.fields} for t in turns]
+        return [{key: each[key] for key in each if each[key] is not None} for each in made]
 
     def _content(self, turn: Turn) -> str | list[dict[str, str]]:
         """Return a turn's content as the template takes it."""
-        if not turn.has_items or turn.role == "assistant" or not self._takes_items:
+        if not turn.items or turn.role not in self._roles_of_items:
             return _PLACE.sub(lambda at: self._tokens.get(_KINDS[at[0]], at[0]), turn.text)
-        parts = filter(None, re.split(f"({_PLACE.pattern})", turn.text))
+        split = (re.split(f"({_PLACE.pattern})", item) for item in turn.items)
         return [
             {"type": ITEMS[_KINDS[part]]} if part in _KINDS else {"type": "text", "text": part}
-            for part in parts
+            for part in filter(None, chain.from_iterable(split))
         ]
 
     @cached_property
-    def _takes_items(self) -> bool:
-        """Whether the template knows contents of items; others write them as Python or JSON."""
-        try:
-            text = self._rendered([("user", [{"type": "text", "text": _ANSWER}])])
-        except BadConversation:
-            return False
-        return _ANSWER in text and not re.search("""['"]type['"]""", text)
-
-    def _rendered(self, messages: list[tuple[str, str | list[dict[str, str]]]]) -> str:
-        messages = [{"role": role, "content": content} for role, content in messages]
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages, chat_template=self._template, tokenize=False
-            )
-        except Exception as error:  # a template raises what it likes
-            raise BadConversation(f"the chat template refuses it: {one_line(error)}") from error
+    def _roles_of_items(self) -> set[str]:
+        """Roles for which the template knows items; others write them as Python or JSON."""
+        question, text = {"role": "user", "content": "?"}, "\u27e8text\u27e9"
+        around = {"system": ([], [question]), "user": ([], []), "assistant": ([question], [])}
+        known = set()
+        for role, (before, after) in around.items():
+            items = {"role": role, "content": [{"type": "text", "text": text}]}
+            try:
+                made, _ = self._template.render([*before, items, *after], {})
+            except BadConversation:
+                continue
+            if text in made and not re.search("""['"]type['"]""", made):
+                known.add(role)
+        return known

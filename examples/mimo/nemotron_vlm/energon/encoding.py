@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND, Text
-from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, VIDEO, Chat, Turn
+from examples.mimo.nemotron_vlm.energon.chat_template import MODES
+from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS, VIDEO, Chat
 from examples.mimo.nemotron_vlm.energon.errors import BadClip, BadConversation, BadMedium, BadSound
 from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling, decoded, open_image
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT, Medium, Record
@@ -84,7 +85,7 @@ class Encoder:
         if len(record.media) != len(extents):
             raise BadConversation(f"{len(record.media)} media in the place of {len(extents)}")
         runs, labels = self._runs([medium.kind for medium in record.media], extents)
-        ids, answer = self.chat.encode(record.turns, labels)
+        ids, answer = self.chat.encode(record.turns, labels, record.arguments)
         repeats = self._repeats(ids, runs)
         ids, answer = np.repeat(ids, repeats), np.repeat(answer, repeats)
         if not answer[1:].any():
@@ -98,11 +99,33 @@ class Encoder:
         answers = np.flatnonzero(text.loss_mask.numpy())
         return 1 + max(answers[:1].tolist() + np.flatnonzero(media)[-1:].tolist())
 
-    def question(self, turns: list[Turn], media: Sequence[Read]) -> np.ndarray:
-        """Return the tokens of a conversation up to its next answer, int64 [n]."""
-        runs, labels = self._runs([m.kind for m in media], [m.extent for m in media])
-        ids = self.chat.prompt(turns, labels)
+    def question(self, record: Record, extents: Sequence[Extent]) -> np.ndarray:
+        """Return the tokens that ask for a conversation's next answer, int64 [n].
+
+        Raises:
+            BadConversation: the conversation cannot be tokenized.
+        """
+        runs, labels = self._runs([medium.kind for medium in record.media], extents)
+        ids = self.chat.prompt(record.turns, labels, record.arguments)
         return np.repeat(ids, self._repeats(ids, runs))
+
+    def asked(self, record: Record, extents: Sequence[Extent], text: Text) -> int:
+        """Return the first of `MODES` whose question for a text's last answer begins the text, and
+        after which a token bears a loss; their number if none does.
+        """
+        answers = [turn.role == "assistant" and turn.loss for turn in record.turns]
+        turns = record.turns[: len(answers) - 1 - answers[::-1].index(True)]
+        media = sum(turn.text.count(each) for turn in turns for each in PLACEHOLDERS.values())
+        for number, mode in enumerate(MODES):
+            before = Record(turns, record.media[:media], {**record.arguments, **mode})
+            try:
+                ids = self.question(before, extents[:media])
+            except BadConversation:
+                continue
+            is_prefix = np.array_equal(ids, text.input_ids[: len(ids)])
+            if is_prefix and len(ids) and text.loss_mask[len(ids) - 1]:
+                return number
+        return len(MODES)
 
     def _runs(
         self, kinds: Sequence[str], extents: Sequence[Extent]

@@ -64,4 +64,5 @@ UNUSABLE = BadConversation, BadMedium, BadShard, Unreadable, Excluded
 
 def one_line(error: BaseException) -> str:
     """Return an error's message as one line; its type if it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line.encode(errors="backslashreplace").decode()  # half a character cannot be printed

@@ -9,21 +9,36 @@ Two kinds of energon's samples are read:
 - ``CrudeSample`` (``CrudeWebdataset``, all files of a sample): images, sounds and clips beside a
   ``json`` with LLaVA's ``conversations``, Hugging Face's ``messages``, or a ``caption`` and an
   optional ``prompt``; or beside a ``txt`` with the caption. Without any it is text only. A clip is
-  an ``mp4``, or images ``video.0.jpg``, ``video.1.jpg`` …, of which the json may give ``fps``.
+  an ``mp4``, or images ``video.0.jpg``, ``video.1.jpg`` …, of which the json may give ``fps``. The
+  json may have the template's ``tools`` and ``chat_template_kwargs``. Keys without a value are as
+  absent; others that are not known here make the sample bad.
 """
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
+from examples.mimo.nemotron_vlm.energon.chat_template import REASONING
 from examples.mimo.nemotron_vlm.energon.conversation import PLACEHOLDERS, VIDEO, Turn, place_media
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation, UnreadFormat
 from examples.mimo.nemotron_vlm.energon.images import FORMATS, OTHERS
 from megatron.energon import CaptioningSample, CrudeSample
 
 KINDS = CaptioningSample, CrudeSample
+TEXTS = {"conversations": (), "messages": (), "caption": ("prompt",)}
+"""Keys of a json that hold its text, and those beside each."""
+METADATA = set(
+    """id idx index uid uuid key source dataset task category tags model language lang license url
+    image images video videos audio audios sound sounds width height metadata meta""".split()
+)
+"""Keys of a json that say nothing to a model: the media are the sample's files."""
+FIELDS: dict[str, tuple[str, ...]] = {"system": (), "user": ()}
+FIELDS |= {"assistant": (*REASONING, "tool_calls"), "tool": ("name", "tool_call_id")}
+"""Keys of a message that go to the chat template beside its role and content, by role."""
+LOSS, ARGUMENTS = ("loss", "weight"), ("tools", "chat_template_kwargs")
 ROLES = {
     "system": "system",
     "human": "user",
@@ -45,6 +60,8 @@ FRAME = re.compile(rf"(?i)(video\d*)\.\d+\.(?:{'|'.join(FORMATS.keys() | OTHERS)
 
 ITEMS = {"image": IMAGES, "video": VIDEO, "audio": SOUND, "sound": SOUND}
 """Types of the items of a message's content, beside text."""
+SOURCES = "type", "path", "url", "image", "video", "audio", "sound"
+"""Keys of an item of a medium; its file is the sample's."""
 DECODERS = {"json": json.loads, "txt": bytes.decode}
 DEFAULT_PROMPT = "Describe the image."
 
@@ -66,10 +83,11 @@ class Medium(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A conversation, and its media in the order of their placeholders."""
+    """A conversation, its media in their placeholders' order, and the template's arguments."""
 
     turns: list[Turn]
     media: list[Medium]
+    arguments: Mapping[str, Any] = MappingProxyType({})
 
 
 def decode_text(sample: dict[str, Any]) -> dict[str, Any]:
@@ -105,17 +123,19 @@ def read_record(sample: Any, prompt: str) -> Record:
     content = sample.get("json", {})
     if not isinstance(content, dict):
         raise BadConversation("its json is no object")
-    if "conversations" in content:
-        return _record(_turns(content["conversations"]), files, content.get("fps", 0))
-    if "messages" in content:
-        return _record(_messages(content["messages"]), files, content.get("fps", 0))
-    caption = content.get("caption", sample.get("txt"))
-    if caption is None:
+    text = next((key for key in TEXTS if content.get(key) is not None), "caption")
+    known = {text, *TEXTS[text], "fps", *ARGUMENTS, *METADATA}
+    content = {"caption": sample.get("txt"), "prompt": prompt} | _known(content, known, "its json")
+    if text != "caption":
+        turns = (_turns if text == "conversations" else _messages)(content[text])
+    elif content[text] is None:
         raise BadConversation(
             "has neither conversations, messages nor a caption in json, nor a txt"
         )
-    turns = _captioning(content.get("prompt", prompt), caption)
-    return _record(turns, files, content.get("fps", 0))
+    else:
+        turns = _captioning(content["prompt"], content["caption"])
+    record = _record(turns, files, content.get("fps", 0))
+    return record._replace(arguments=_arguments(content))
 
 
 def kind_of(name: str) -> str | None:
@@ -153,6 +173,28 @@ def _suffix(name: str) -> str:
     return name.rpartition(".")[2].lower()
 
 
+def _known(entry: dict[str, Any], known: Collection[str], where: str) -> dict[str, Any]:
+    """Return an object without keys that have no value, as transformers reads messages."""
+    entry = {key: value for key, value in entry.items() if value is not None}
+    for key in entry:
+        if key not in known:
+            raise BadConversation(f"{where} has {json.dumps(key)}, which is not understood")
+    return entry
+
+
+def _arguments(content: dict[str, Any]) -> dict[str, Any]:
+    tools, rest = content.get("tools", []), content.get("chat_template_kwargs", {})
+    if not _are_objects(tools):
+        raise BadConversation("its tools are no list of objects")
+    if not isinstance(rest, dict) or "tools" in rest:
+        raise BadConversation("its chat_template_kwargs are no object, or have tools")
+    return {**({"tools": tools} if tools else {}), **rest}
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
+
+
 def _turns(conversations: Any) -> list[Turn]:
     turns = []
     for entry in conversations if isinstance(conversations, list) else [None]:
@@ -162,7 +204,9 @@ def _turns(conversations: Any) -> list[Turn]:
         if not isinstance(speaker, str) or speaker not in ROLES:
             known = ", ".join(ROLES)
             raise BadConversation(f"unknown speaker {json.dumps(speaker)}; known: {known}")
-        turns.append(Turn(ROLES[speaker], _text(entry["value"])))
+        where, role = f"turn {len(turns) + 1}", ROLES[speaker]
+        loss = _loss(_known(entry, {"from", "value", *LOSS}, where), role, where)
+        turns.append(Turn(role, _text(entry["value"]), loss=loss))
     return turns
 
 
@@ -170,28 +214,48 @@ def _messages(messages: Any) -> list[Turn]:
     """Return Hugging Face's messages as they are, with a placeholder for each item."""
     turns = []
     for entry in messages if isinstance(messages, list) else [None]:
-        if not isinstance(entry, dict) or not {"role", "content"} <= entry.keys():
+        if not isinstance(entry, dict) or "role" not in entry:
             raise BadConversation('messages is no list of {"role": …, "content": …}')
-        role, content = entry["role"], entry["content"]
-        if role not in ROLES.values():
-            raise BadConversation(
-                f"unknown role {json.dumps(role)}; known: system, user, assistant"
-            )
-        if isinstance(content, str):
-            turns.append(Turn(role, content))
-            continue
-        items = content if isinstance(content, list) else [None]
-        turns.append(Turn(role, "".join(map(_item, items)), has_items=True))
+        role, where = entry["role"], f"message {len(turns) + 1}"
+        if role not in tuple(FIELDS):
+            known = ", ".join(FIELDS)
+            raise BadConversation(f"unknown role {json.dumps(role)}; known: {known}")
+        entry = _known(entry, {"role", "content", *FIELDS[role], *LOSS}, where)
+        fields = {key: entry[key] for key in FIELDS[role] if key in entry}
+        reasons = [fields[key] for key in REASONING if key in fields]
+        if len(reasons) > 1 or not all(isinstance(each, str) for each in reasons):
+            raise BadConversation(f"{where}: its reasoning is no one text")
+        if not _are_objects(fields.get("tool_calls", [])):
+            raise BadConversation(f"{where}: its tool_calls are no list of objects")
+        content = entry.get("content", "" if fields and role == "assistant" else None)
+        if "content" not in entry:
+            fields["content"] = None
+        items = () if isinstance(content, str) else _items(content)
+        text, loss = "".join(items) or content or "", _loss(entry, role, where)
+        turns.append(Turn(role, text, items, fields, loss))
     return turns
 
 
-def _item(item: Any) -> str:
-    kind = item.get("type") if isinstance(item, dict) else None
-    if kind == "text" and isinstance(item.get("text"), str):
-        return item["text"]
-    if kind in ITEMS:
-        return PLACEHOLDERS[ITEMS[kind]]
-    raise BadConversation(f"content is no list of items of type text, {', '.join(ITEMS)}")
+def _loss(entry: dict[str, Any], role: str, where: str) -> bool:
+    """Return whether a turn bears a loss, as its ``loss`` or its ``weight`` says."""
+    said = [entry[key] for key in LOSS if key in entry]
+    if any(value not in (0, 1) or value != said[0] for value in said):
+        raise BadConversation(f"{where}: a loss or weight of {json.dumps(said)}, not of 0 or 1")
+    if role != "assistant" and any(said):
+        raise BadConversation(f"{where}: the loss is on the assistant's turns alone")
+    return all(said)
+
+
+def _items(content: Any) -> tuple[str, ...]:
+    items = []
+    for item in content if isinstance(content, list) else [None]:
+        kind = item.get("type") if isinstance(item, dict) else None
+        is_text = kind == "text" and isinstance(item.get("text"), str)
+        if not is_text and kind not in ITEMS:
+            raise BadConversation(f"content is no list of items of type text, {', '.join(ITEMS)}")
+        _known(item, ("type", "text") if is_text else SOURCES, f"an item of type {kind}")
+        items.append(item["text"] if is_text else PLACEHOLDERS[ITEMS[kind]])
+    return tuple(items)
 
 
 def _captioning(prompt: Any, caption: Any) -> list[Turn]:

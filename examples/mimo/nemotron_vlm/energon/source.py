@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGES, Question, SampleSource, Text
+from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File, read_files
 from examples.mimo.nemotron_vlm.energon.errors import Excluded
@@ -74,6 +75,8 @@ class EnergonSource(SampleSource):
         self.token_ids, self.pad_token = encoder.chat.ids, encoder.chat.pad_token
         self.vocab_size = encoder.chat.vocab_size
         self.fingerprint = self._stream("train").fingerprint
+        (asked, *others) = {*self._stream("train").asked}
+        self.asked = {} if others or asked == len(MODES) else MODES[asked]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return EnergonSource, self._arguments
@@ -140,16 +143,16 @@ class EnergonSource(SampleSource):
 
     def question(self, split: str, number: int) -> Question | None:
         """See `SampleSource`; raises as `text` does."""
-        with self._sample(split, number) as (dataset, index, _):
+        with self._sample(split, number) as (dataset, index, survey):
             raw = dataset.raw(index)
             record = dataset.record(raw, self._encoder.prompt)
-        if [turn.role for turn in record.turns] != ["user", "assistant"]:
+        if [turn.role for turn in record.turns] != ["user", "assistant"] or record.arguments:
             return None
         media = [
             (PLACEHOLDERS[each.kind].strip("<>"), {name: raw[name] for name in each.files})
             for each in record.media
         ]
-        return Question(record.turns[0].text, media)
+        return Question(record.turns[0].text, media, (*MODES, {})[survey.asked[index]])
 
     def words(self, tokens: list[int]) -> str:
         """Return an answer's tokens as text."""

@@ -40,6 +40,7 @@ class Stream:
         cut: bool,
     ) -> None:
         self._seq_length, is_cut = seq_length, False
+        self.asked: set[int] = set()
         self.left_out: Counter[str] = Counter()
         self.locate = lru_cache(maxsize=4096)(self._locate)
         self._numbered: list[_Numbered] = []
@@ -56,6 +57,7 @@ class Stream:
                     f"{counts}; a sequence has {seq_length} tokens"
                 )
             self._numbered.append(_Numbered(dataset, survey, chosen[states == GOOD]))
+            self.asked.update(survey.asked[chosen[states == GOOD]].tolist())
             is_cut |= bool((survey.tokens[chosen[states == GOOD]] > seq_length).any())
         sizes = [len(each.samples) for each in self._numbered]
         self.order = Order(sizes, mode, [dataset.weight for dataset, _ in pairs], seed)

@@ -6,9 +6,9 @@ Making it reads and decodes everything once. Its file names hash everything that
 survey made for other data, another tokenizer, other tiles or grids is not found; it does not depend
 on the sequence length. Each data set has, beside energon's own metadata or in a separate directory:
 
-- ``survey-NAME.npy``, int32 [6, samples]: state, tokens and inputs (tiles, or whole images) of each
-  sample, the cumulative number of media, its own included, the tokens to which it may be cut, and a
-  checksum of its text;
+- ``survey-NAME.npy``, int32 [7, samples]: state, tokens and inputs (tiles, or whole images) of each
+  sample, the cumulative number of media, its own included, the tokens to which it may be cut, a
+  checksum of its text, and what asks for its answer;
 - ``survey-NAME.media.npy``, `MEDIA` [media]: kind of each image, sound and clip, as an index into
   `KINDS`, its extent, and a checksum; the size of an image is its number of tiles, or its grid;
 - ``survey-NAME.json``: the bad samples and a hash of all samples' bytes.
@@ -36,7 +36,7 @@ from examples.mimo.nemotron_vlm.energon.store import DataSet
 from examples.mimo.nemotron_vlm.energon.videos import Extent
 from megatron.energon.flavors.webdataset.config import MAIN_FOLDER_NAME
 
-FORMAT = 5
+FORMAT = 6
 STATES = ("good", "unreadable shard", "bad text", "bad image", "bad sound", "bad video")
 STATES += (UnreadFormat.kind, Excluded.kind, "too long")
 """Names of the states; a survey does not depend on the sequence length, and has no 'too long'."""
@@ -70,7 +70,7 @@ class Survey:
 
     media_ends: int32 [samples], cumulative number of media, each sample's own included.
     needed: int32 [samples], tokens up to the last of its media and the first of an answer.
-    sums: int32 [samples], `text_sum` of each.
+    sums: int32 [samples], `text_sum` of each. asked: int32 [samples], `Encoder.asked` of each.
     media: `MEDIA` [media].
     fingerprint: hash of the samples' bytes and of the settings that determine tokens and media;
     the same for a copy of the data.
@@ -82,6 +82,7 @@ class Survey:
     media_ends: np.ndarray
     needed: np.ndarray
     sums: np.ndarray
+    asked: np.ndarray
     media: np.ndarray
     bad: list[BadSample]
     fingerprint: str
@@ -198,7 +199,7 @@ def make_survey(
     table[3] = np.cumsum(table[3])
     path = _path(dataset, encoder, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(notes, ensure_ascii=False, indent=1).encode()
+    text = json.dumps(notes, indent=1).encode()
     _write(path.with_suffix(".json"), lambda file: file.write(text))
     _write(_media(path), lambda file: np.save(file, np.concatenate(media)))
     _write(path, lambda file: np.save(file, table))  # if it is there, the survey is complete
@@ -221,13 +222,12 @@ class _Shards(Dataset):
         """Read, encode and decode all samples of a shard.
 
         Returns:
-            State, tokens, inputs, media, needed tokens and checksum of each sample, int32
-            [6, samples]; kind, extent and checksum of each medium, `MEDIA` [media]; the bad
-            samples; and a hash of the samples' bytes.
+            The rows of each sample, int32 [7, samples]; kind, extent and checksum of each medium,
+            `MEDIA` [media]; the bad samples; and a hash of the samples' bytes.
         """
         dataset, encoder = self.dataset, self.encoder
         indices = range(dataset.ends[number], dataset.ends[number + 1])
-        rows = np.zeros((6, len(indices)), np.int32)
+        rows = np.zeros((7, len(indices)), np.int32)
         media, bad = [], []
         digest = hashlib.blake2b(digest_size=16)
         for place, index in enumerate(indices):
@@ -240,16 +240,18 @@ class _Shards(Dataset):
                 record = dataset.record(raw, encoder.prompt)
                 files = read_files(raw, record.media)
                 decoded = encoder.read(files)
-                text = encoder.text(record, [each.extent for each in decoded])
+                extents = [each.extent for each in decoded]
+                text = encoder.text(record, extents)
                 sizes = len(encoder.inputs(decoded)), len(decoded), encoder.needed(text)
-                rows[:, place] = GOOD, len(text.input_ids), *sizes, text_sum(raw)
+                asked = encoder.asked(record, extents, text)
+                rows[:, place] = GOOD, len(text.input_ids), *sizes, text_sum(raw), asked
                 media += [
                     (KINDS.index(each.kind), *each.extent, checksum(file.data))
                     for each, file in zip(decoded, files, strict=True)
                 ]
             except UNUSABLE as error:
                 state = rows[0, place] = STATES.index(error.kind)
-                bad.append(BadSample(index, dataset.name(index), int(state), str(error)))
+                bad.append(BadSample(index, dataset.name(index), int(state), one_line(error)))
                 digest.update(f"{place} {state}\n".encode())
         return rows, np.array(media, MEDIA), bad, digest.hexdigest()
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command that asks the model just trained about a held-out sample."""
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -33,4 +34,6 @@ def ask_command(source: SampleSource, number: int, checkpoints: Path) -> str:
             words += [f"--{kind}", str(folder / name if len(files) == 1 else folder)]
     except (OSError, ValueError):
         return ""
+    if question.asked != source.asked:
+        words += ["--chat-template-kwargs", json.dumps(question.asked)]
     return shlex.join([*words, "--ask", question.text])

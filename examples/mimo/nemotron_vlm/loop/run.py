@@ -159,6 +159,7 @@ def open_session(options: Options, source: SampleSource) -> Session:
     """Join the ranks and make all process groups; collective."""
     args, layouts = options.args, options.layouts
     args.token_ids |= source.token_ids
+    args.chat_template_kwargs = dict(source.asked)
     args.data_fingerprint = fingerprint(source, args)
     # The package has no Makefile for the index builder of .bin data, which is not read here.
     megatron.core.datasets.utils.compile_helpers = lambda: None

@@ -23,6 +23,7 @@ from tests.e2e.test_asynchronous_saves import lives
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     CRUDE,
     ENCODERS,
+    byte_tokenizer,
     damage_image,
     image,
     make_shard,
@@ -72,6 +73,32 @@ class TestBadSamples:
             "  bad image: 1\n    a.tar/2: image 1: damaged, or not what its name says: Pillow ",
             '    a.tar/3: its fps is {"a": "b"}, no number ',
             f"{tmp_path}: has no samples for val or test: Invalid split part: 'test'",
+        ):
+            assert line in printed
+
+    def test_are_texts_that_no_tokenizer_takes_or_no_key_explains(self, digits, tmp_path, capsys):
+        tokenizer = byte_tokenizer(tmp_path / "tokenizer", None, ["<image>"])
+        ask, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        talks = [
+            [ask, answer],
+            [ask, answer | {"content": "nice \ud83d"}],
+            [answer, ask, answer],
+            [ask, answer, ask],
+            [ask, answer | {"reasoning_content": "c"}],
+            [ask, answer | {"\ud83d": 1}],
+        ]
+        talks = [json.dumps({"messages": talk}).encode() for talk in talks]
+        make_shard(tmp_path, [{"json": talk} for talk in [*talks, b"[" * 100_000]], CRUDE)
+        assert main([str(tmp_path), "--tokenizer-model", str(tokenizer)]) == 0
+        printed = capsys.readouterr().out
+        for line in (
+            f"{tmp_path} train: 7 samples in 1 shards, 2 good, 2 of them text only",
+            "  asked   2: the template's prompt\n",
+            "  bad text: 5\n    a.tar/1: the tokenizer refuses it: half a character, '\\ud83d', ",
+            "    a.tar/3: ends with a turn of user, which has no answer\n",
+            "    a.tar/4: the chat template does not know reasoning_content\n",
+            '    a.tar/5: message 2 has "\\ud83d", which is not understood\n',
+            "    a.tar/6: ",
         ):
             assert line in printed
 

@@ -46,7 +46,7 @@ class TestAnswers:
         ("template", "turns", "answers"),
         [
             (CHATML, TWICE, "3<|im_end|>|3 3 . assistant<|im_end|>"),
-            (None, TWICE, "3</s>|3 3 . assistant</s>"),
+            (None, TWICE, " 3</s>| 3 3 . assistant</s>"),
             (CHATML, [Turn("user", "名前は？"), Turn("assistant", "画像 é")], "画像 é<|im_end|>"),
         ],
         ids=["a-template", "no-template", "several-bytes-a-letter"],
@@ -86,6 +86,7 @@ class TestImages:
             ([Turn("user", "b")], 0, "an assistant's answer"),
             ([Turn("assistant", "b")], 1, "needs a user's turn"),
             ([Turn("user", "b"), Turn("assistant", "")], 0, "an answer is empty"),
+            ([*ASKED, Turn("user", "b")], 0, "ends with a turn of user, which has no answer"),
         ],
     )
     def test_that_do_not_add_up_are_refused(self, turns, images, text):
@@ -102,8 +103,8 @@ class TestImages:
     def test_in_items_are_text_for_a_template_that_knows_none(self, tokenizer):
         chat = Chat(tokenizer(CHATML))
         (ids, _), (wanted, _) = (
-            chat.encode([Turn("user", "is <image> 3 ?", has_items), *ASKED[1:]])
-            for has_items in (True, False)
+            chat.encode([Turn("user", "is <image> 3 ?", items), *ASKED[1:]])
+            for items in (("is ", "<image>", " 3 ?"), ())
         )
         assert ids.tolist() == wanted.tolist()
 
@@ -125,6 +126,13 @@ def test_tokenizers_that_lack_something_are_refused_and_others_told_apart(tokeni
     assert one == same != other
 
 
+def turns(who: str = "role", what: str = "content", **more) -> bytes:
+    """Return the json of a question and an answer with more keys."""
+    first, second = {who: "user", what: "a"}, {who: "assistant", what: "b"}
+    key = "messages" if who == "role" else "conversations"
+    return json.dumps({key: [first, second | more]}).encode()
+
+
 class TestRecords:
     def test_files_are_ordered_by_number_and_captions_are_answers_to_a_prompt(self):
         files = {name: MediaFile(name) for name in ("10.png", "2.jpg")}
@@ -134,6 +142,24 @@ class TestRecords:
         assert asked.turns == [Turn("user", "<image>\n<image>\nask"), Turn("assistant", "a cat")]
         asked = read_record(CrudeSample({"txt": "a dog"}), "what?")
         assert asked.turns == [Turn("user", "what?"), Turn("assistant", "a dog")]
+
+    def test_keep_what_a_template_takes_and_ignore_what_says_nothing(self):
+        talk = {"id": 7, "image": "a.png", "source": "x", "metadata": {"a": 1}, "model": None}
+        talk |= {"tools": [{"name": "f"}], "chat_template_kwargs": {"thinking": True}, "y": None}
+        answer = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+        more = {"name": None, "loss": True, "weight": 1}
+        result = {"role": "tool", "content": "1", "tool_call_id": "a"}
+        talk["messages"] = [{"role": "user", "content": "a"}, answer | more, result]
+        talk["messages"].append({"role": "assistant", "content": "b", "weight": 0, "loss": False})
+        asked = read_record(CrudeSample({"json": talk}), "?")
+        assert asked.arguments == {"tools": [{"name": "f"}], "thinking": True}
+        assert [turn.fields for turn in asked.turns] == [
+            {},
+            {"tool_calls": [{"name": "f"}], "content": None},
+            {"tool_call_id": "a"},
+            {},
+        ]
+        assert [turn.loss for turn in asked.turns] == [True, True, True, False]
 
     @pytest.mark.parametrize(
         ("content", "text"),
@@ -145,6 +171,27 @@ class TestRecords:
             (json.dumps({"conversations": [{"from": "x", "value": ""}]}).encode(), 'speaker "x";'),
             (b'{"conversations": [{"from": {"a": 1}, "value": ""}]}', 'speaker {"a": 1};'),
             (json.dumps({"caption": 3}).encode(), "a text is of type int"),
+            (b'{"caption": "a", "mood": 1}', 'its json has "mood", which is not understood'),
+            (b'{"caption": "a", "messages": []}', 'its json has "caption"'),
+            (b'{"caption": "a", "tools": "[]"}', "its tools are no list of objects"),
+            (b'{"caption": "a", "chat_template_kwargs": []}', "chat_template_kwargs are no object"),
+            (
+                turns("from", "value", loss=0.5),
+                r"turn 2: a loss or weight of \[0.5\], not of 0 or 1",
+            ),
+            (turns("from", "value", tone="x"), 'turn 2 has "tone", which is not understood'),
+            (turns(weight=2), r"message 2: a loss or weight of \[2\]"),
+            (turns(weight=0, loss=True), r"a loss or weight of \[true, 0\]"),
+            (turns(mood="x"), 'message 2 has "mood", which is not understood'),
+            (turns(tool_call_id="x"), 'message 2 has "tool_call_id"'),
+            (turns(tool_calls={}), "message 2: its tool_calls are no list of objects"),
+            (turns(reasoning="a", thinking="b"), "message 2: its reasoning is no one text"),
+            (turns(reasoning_content=["a"]), "message 2: its reasoning is no one text"),
+            (turns(content=None), "content is no list of items of type text"),
+            (turns(content=[{"type": "text", "text": "a", "mood": 1}]), 'type text has "mood"'),
+            (turns(content=[{"type": "image", "detail": "low"}]), 'type image has "detail"'),
+            (turns(role="critic"), 'unknown role "critic"; known: system, user, assistant, tool'),
+            (turns(role="user", loss=True), "the loss is on the assistant's turns alone"),
         ],
     )
     def test_that_are_none_are_refused(self, content, text):

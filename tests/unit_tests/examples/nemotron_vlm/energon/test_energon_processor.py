@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations have the ids that the processor of Nemotron 3 Nano Omni gives in transformers."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,8 +30,11 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
 )
 from tests.unit_tests.examples.nemotron_vlm.energon.test_energon_media import wav
 
-TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
-{% if message.content is string %}{{ message.content }}{% else %}{% for item in message.content %}
+TEMPLATE = """{{ tools | default('', true) }}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
+{%- for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}
+{%- if message.content is string %}{{ message.content }}{% else %}{% for item in message.content %}
 {%- if item.type == 'text' %}{{ item.text }}{% endif %}
 {%- if item.type == 'video' %}<video>{% endif %}
 {%- if item.type == 'image' %}<image>
@@ -52,6 +56,12 @@ TALKS = {
     "items": [("system", "Be  brief."), ("user", ITEMS), ("assistant", " No. ")],
     "two turns": [("user", ITEMS), ("assistant", "a"), ("user", THANKS), ("assistant", "b")],
     "clip": [("user", CLIP), ("assistant", "Up.")],
+    "thoughts": [
+        ("user", ITEMS),
+        ("assistant", "Look.", {"reasoning_content": "Hm.\n", "tool_calls": [{"name": "look"}]}),
+        ("tool", "1 \n", {"tool_call_id": "a"}),
+        ("assistant", [{"type": "text", "text": "Yes."}]),
+    ],
     "text": [("user", "<image>: is it <so_embedding>?"), ("assistant", "Yes.")],
 }
 
@@ -100,7 +110,7 @@ def test_ids_are_the_released_processors(tmp_path, monkeypatch, name, fps):
     talk = TALKS[name]
     byte_tokenizer(tmp_path, TEMPLATE, SPECIAL)
     made = AutoTokenizer.from_pretrained(tmp_path)
-    texts = [str(content) for _, content in talk]
+    texts = [str(content) for _, content, *_ in talk]
     shapes = SHAPES[: sum(text.count("image") for text in texts)]
     sounds = SOUNDS[: sum(text.count("audio") + text.count("<so_") for text in texts)]
 
@@ -109,8 +119,10 @@ def test_ids_are_the_released_processors(tmp_path, monkeypatch, name, fps):
     )
     extractor = ParakeetFeatureExtractor(16, 16000)
     processor = NemotronH_Omni_Reasoning_V3Processor(Images(), Videos(fps), made, extractor)
-    messages = [{"role": role, "content": content} for role, content in talk]
-    text = processor.apply_chat_template(messages, chat_template=TEMPLATE, tokenize=False)
+    messages = [{"role": role, "content": content} | dict(*more) for role, content, *more in talk]
+    tools = [{"name": "look"}] if name == "thoughts" else None
+    how = {"chat_template": TEMPLATE, "tokenize": False, "tools": tools}
+    text = processor.apply_chat_template(messages, **how)
     pixels = [Image.new("RGB", shape) for shape in shapes]
     frames = FRAMES * (name == "clip")
     videos = [np.zeros((FRAMES, 24, 32, 3), np.uint8)] if frames else None
@@ -122,13 +134,24 @@ def test_ids_are_the_released_processors(tmp_path, monkeypatch, name, fps):
     for message in messages:
         if isinstance(message["content"], str):  # our placeholder of a sound
             message["content"] = message["content"].replace("<so_embedding>", "<sound>")
-    named = {name: MediaFile(name) for name in files} | {"json": {"messages": messages, "fps": fps}}
+    content = {"messages": messages, "fps": fps, "tools": tools}
+    named = {name: MediaFile(name) for name in files} | {"json": content}
     record = read_record(CrudeSample(named), "")
     chat, video = Chat(tmp_path, sound=True), Watching(CLIPS, frames=3)
     encoder = Encoder(chat, Resizing(GRIDS), 1, sound=Listening(8), video=video)
     media = encoder.read(read_files(files, record.media))
     found = encoder.text(record, [each.extent for each in media])
     assert [*found.input_ids.tolist(), int(found.labels[-1])] == wanted
-    answers = [content for role, content in talk if role == "assistant"]
+    answers = [
+        f"<think>{message['reasoning_content']}</think>" if "reasoning_content" in message else ""
+        for message in messages
+        if message["role"] == "assistant"
+    ]
+    said = [message for message in messages if message["role"] == "assistant"]
+    for place, message in enumerate(said):
+        answers[place] += "".join(map(json.dumps, message.get("tool_calls", [])))
+        answers[place] += message["content"] if isinstance(message["content"], str) else "Yes."
     heard = made.convert_ids_to_tokens(found.labels[found.loss_mask > 0].tolist())
-    assert "".join(heard).replace("Ġ", " ") == "".join(f"{each}<|im_end|>" for each in answers)
+    assert "".join(heard).replace("Ġ", " ").replace("Ċ", "\n") == "".join(
+        f"{each}<|im_end|>" for each in answers
+    )
