@@ -20,6 +20,7 @@ ROOT = Path(__file__).absolute().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from examples.mimo.common.errors import end_rank  # noqa: E402
+from examples.mimo.common.standing import end_quietly  # noqa: E402
 from examples.mimo.nemotron_vlm.options.environment import at_start, uses_gpus  # noqa: E402
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -58,6 +59,7 @@ def share_gpus() -> None:
 
 def main(argv: list[str]) -> int:
     """Run the program; returns its exit code."""
+    end_quietly(is_alone="RANK" not in os.environ)
     if "RANK" not in os.environ:
         os.environ.update(ALONE)
     on_gpus = uses_gpus(argv)

@@ -216,7 +216,7 @@ class TestProgram:
             ("--plan 8 --plan-gpus-per-node 0", "must be 1 or more"),
             (f"--plan 7 --global-batch-size 5 {REAL}", "no plan for 7 GPUs"),
             (f"--plan 7 {REAL}", "7 GPUs: the program's rules allow none"),
-            (f"--plan 1 {REAL}", "none fits 141 GB; by this model 8 GPUs would do"),
+            (f"--plan 1 {REAL}", "none fits 141 GB; by this model 8 GPUs would do$"),
             ("--plan 8 --plan-tiles 99", "99 tiles of 4 tokens"),
             ("--plan 8 --plan-tiles 1:x", "1:x is not N or N:CHANCE"),
             ("--plan 8 --plan-tiles 1:0", "chances above 0"),
@@ -227,6 +227,29 @@ class TestProgram:
     def test_refuses_in_one_line(self, line, reason):
         with pytest.raises(UserError, match=reason):
             self.plan(line)
+
+
+BITS, HALF = "the state in 16 bits: .* --exp-avg-sq-dtype bf16", "--seq-length {}"
+
+
+@pytest.mark.parametrize(
+    ("memory", "length", "cures"),
+    [
+        (4e6, 64, ()),
+        (7e6, 64, (BITS,)),
+        (9.2e6, 256, (HALF.format(128), BITS)),
+        (300e6, 65536, (HALF.format(32768),)),
+        (80e6, 65536, (HALF.format(8192),)),
+    ],
+    ids=["GPUs alone", "16 bits", "both", "half the sequence", "an eighth"],
+)
+def test_a_refusal_proposes_what_makes_a_plan_fit(memory, length, cures):
+    """Nothing shortens the state, which takes 7.9 MB, and 4.4 MB in 16 bits."""
+    machine = replace(H200, memory_bytes=memory, reserved_bytes=0.0)
+    inputs = (Inputs(length / 16),)
+    task = replace(task_of(world=1, batch=1, machine=machine), seq_length=length, inputs=inputs)
+    with pytest.raises(UserError, match=", or ".join(["(GPUs would do|other GPUs)", *cures]) + "$"):
+        search(task)
 
 
 class TestPicture:

@@ -6,30 +6,60 @@
         examples/mimo/pretrain_nemotron_vlm.py --encoder tp=2,dp=2 --train-iters 20
 
 torchrun itself ends with a traceback of its own, a report on every rank, and exit code 1.
+
+If a signal ends the launcher, its last line says what is saved and how to go on. The exit code is
+then 128 and the signal's number; 0 if the ranks have saved and left, as ``--exit-signal`` asks.
 """
 
+import logging
 import os
+import signal
 import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main
 
 from examples.mimo.common.errors import LAUNCHED, report
+from examples.mimo.common.standing import ENDING, NOTED, SIGNALLED, Standing
 
-SIGNALLED = 128
-"""Exit code of a process that a signal has ended, without the signal's number; as in shells."""
+PASSED_ON = signal.SIGUSR1, signal.SIGUSR2
+"""Signals for ranks, of which torchrun would die."""
 
 
 def launch(argv: list[str]) -> int:
     """Run torchrun with these arguments; return the exit code."""
     os.environ[LAUNCHED] = "1"
-    try:
-        main.__wrapped__(argv)
-    except ChildFailedError as failed:
-        rank, first = failed.get_first_failure()
-        report(_line(rank, first))
-        return first.exitcode if first.exitcode > 0 else SIGNALLED - first.exitcode
+    logging.getLogger(SignalException.__module__).setLevel(logging.ERROR)  # a line for each rank
+    for number in PASSED_ON:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _pass_on)
+    with tempfile.TemporaryDirectory() as folder:
+        noted = Path(folder, "standing.json")
+        os.environ[NOTED] = str(noted)
+        try:
+            main.__wrapped__(argv)
+        except ChildFailedError as failed:
+            rank, first = failed.get_first_failure()
+            asked = -first.exitcode in ENDING
+            report(_line(rank, first) + (f": {Standing.noted(noted)}" if asked else ""))
+            return first.exitcode if first.exitcode > 0 else SIGNALLED - first.exitcode
+        except (SignalException, KeyboardInterrupt) as ended:
+            number = getattr(ended, "sigval", signal.SIGINT)
+            standing = Standing.noted(noted)
+            if not standing.has_left:
+                report(f"ended by {signal.Signals(number).name}: {standing}")
+                return SIGNALLED + number
     return 0
+
+
+def _pass_on(number: int, _frame: object) -> None:
+    for process in Path("/proc/self/task", str(os.getpid()), "children").read_text().split():
+        with suppress(ProcessLookupError):
+            os.kill(int(process), number)
 
 
 def _line(rank: int, failure: ProcessFailure) -> str:

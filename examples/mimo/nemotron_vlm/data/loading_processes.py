@@ -13,6 +13,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 
@@ -25,6 +26,9 @@ PAUSES_S = (1, 2, 4, 8)
 
 NAMED = 3
 """Number of samples that the report of a death names."""
+
+NO_ROOM = "no loading process can pass samples on: {}; make room in /dev/shm, or --num-workers 0"
+"""Line for an error of shared memory, which most often is full."""
 
 Numbered = tuple[int, Take]
 """A take, and its place in the order."""
@@ -41,10 +45,14 @@ def read_ahead(reader: Reader, takes: Iterator[Take], **options) -> Iterator[Mic
     Args:
         takes: read as they are handed out, ahead of what is yielded.
     """
-    noting = _Noting(reader, torch.full((options["num_workers"], 2), -1).share_memory_())
     orders = _Orders(enumerate(takes))
-    due = orders.due
-    batches, deaths = _start(noting, orders, **options), 0
+    due, deaths = orders.due, 0
+    try:
+        noting = _Noting(reader, torch.full((options["num_workers"], 2), -1).share_memory_())
+        batches = _start(noting, orders, **options)
+    except (OSError, RuntimeError) as error:
+        yield NO_ROOM.format(error)
+        return
     while True:
         try:
             batch = _next(batches, orders)
@@ -103,6 +111,10 @@ class _Noting(Dataset):
         note = self.notes[process.id]
         note[0], note[1] = os.getpid(), numbered[0]
         batch = self.reader[numbered[1]]
+        try:  # in the thread that passes it on, an error would lose it, and the rank wait for ever
+            tree_map_only(Tensor, Tensor.share_memory_, batch)
+        except (OSError, RuntimeError) as error:
+            batch = NO_ROOM.format(error)
         note[1] = -1
         return batch
 

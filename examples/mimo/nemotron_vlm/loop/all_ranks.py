@@ -6,13 +6,15 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.first_rank import RAISED
+
 
 def on_all_ranks(function: Callable[[], object]) -> tuple[list, list[str]]:
     """Call a function on all ranks; return what each has returned, and the errors of any."""
     result, error = None, None
     try:
         result = function()
-    except Exception as raised:  # whatever is in a damaged file
+    except RAISED as raised:  # whatever is in a damaged file
         error = f"rank {dist.get_rank()}: {one_line(raised)}"
     everywhere: list = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (result, error))
@@ -21,4 +23,4 @@ def on_all_ranks(function: Callable[[], object]) -> tuple[list, list[str]]:
 
 def one_line(error: BaseException) -> str:
     """Return an error's text as one line, cut off where it is long."""
-    return " ".join(str(error).split())[:300]
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]

@@ -5,7 +5,6 @@
 Random states belong to one layout: they are loaded only if both modules have the saved layouts.
 """
 
-import os
 import pickle
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -15,20 +14,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import option_of
+from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks
 from examples.mimo.nemotron_vlm.loop.checkpoint_saving import Saves
 from examples.mimo.nemotron_vlm.loop.local_copies import attempt_of, step_of
 from examples.mimo.nemotron_vlm.loop.resume_rules import check_resume, check_vocabulary
 from examples.mimo.nemotron_vlm.loop.terminal import LAYOUT, beginning, changes, goes_on, say
 from examples.mimo.nemotron_vlm.options.value_rules import saves_into
 from megatron.core.dist_checkpointing import load_common_state_dict
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingException
 from megatron.core.dist_checkpointing.parallel_manifest import verify_manifest
 from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoints
+from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME
 from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
 from megatron.core.models.mimo.bridge.plan import AtomRows
 from megatron.core.models.mimo.model.base import MimoModel
@@ -83,11 +83,15 @@ def _load(
     if optimizer:  # there is none with --skip-train
         optimizer.takes_saved_rates = args.use_checkpoint_opt_param_scheduler
     try:
-        if directory and not os.path.isdir(directory):
+        if directory and not _is_checkpoint(Path(directory)):
             known = ", ".join(map(str, steps_in(Path(directory).parent)))
             raise UserError(
                 f"--load {args.load} has no {Path(directory).name}; steps there: {known}"
             )
+        if directory and goes_on(args, directory):
+            saves.loaded.add(Path(directory).resolve())
+        elif directory:
+            saves.begun_with = Path(directory).resolve()
         copy = saves.copies.find(directory if directory and goes_on(args, directory) else None)
         if copy:
             directory, saved = copy
@@ -101,7 +105,6 @@ def _load(
                 check_resume(args, saved)
                 begun = attempt_of(directory, saved), step_of(directory)
                 args.attempts = [begun, *args.attempts]
-                saves.loaded.add(Path(directory).resolve())
             if changes(args, saved, LAYOUT):
                 args.no_load_rng = True
         with saves.copies.loading(copy, named["checkpointing_context"]):
@@ -139,8 +142,13 @@ def _earlier(directory: Path) -> int | None:
 
 def steps_in(directory: Path) -> list[int]:
     """Return the steps of the checkpoints in a directory, in their order."""
-    names = [path.name[5:] for path in directory.glob("iter_*") if path.is_dir()]
+    names = [path.name[5:] for path in directory.glob("iter_*") if _is_checkpoint(path)]
     return sorted(int(name) for name in names if name.isdigit())
+
+
+def _is_checkpoint(directory: Path) -> bool:
+    """Return whether a save has come to its end there, or has lost a file since."""
+    return any((directory / name).is_file() for name in (CONFIG_FNAME, INTEGRITY_FNAME))
 
 
 def check_inputs(args: Namespace) -> None:
@@ -156,6 +164,14 @@ def _tracker(directory: str) -> Path:
     return Path(checkpointing.get_checkpoint_tracker_filename(directory))
 
 
+def _text_of(file: Path) -> str | None:
+    """Return a file's text; None if there is none."""
+    try:
+        return file.read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+
+
 def newest(args: Namespace) -> str | None:
     """Return the directory of the checkpoint that Megatron will load, or None if there is none.
 
@@ -165,13 +181,15 @@ def newest(args: Namespace) -> str | None:
         UserError: the tracker names no checkpoint, or only some ranks see it.
     """
     for name in ("load", "pretrained_checkpoint"):
-        source, text = getattr(args, name), None
-        if source and (tracker := _tracker(source)).is_file():
-            text = tracker.read_text(errors="replace").strip()
-        see = [True] * dist.get_world_size()
-        dist.all_gather_object(see, text is not None)
-        if len(set(see)) > 1:
-            ranks = ", ".join(str(rank) for rank, sees in enumerate(see) if not sees)
+        if not getattr(args, name):
+            continue
+        tracker = _tracker(getattr(args, name))
+        texts, errors = on_all_ranks(partial(_text_of, tracker))
+        if errors:
+            raise UserError(f"{tracker} cannot be read: {errors[0]}")
+        text = texts[0]
+        if len({text is None for text in texts}) > 1:
+            ranks = ", ".join(str(rank) for rank, text in enumerate(texts) if text is None)
             raise UserError(f"{tracker}: ranks {ranks} do not see it; all must see the same files")
         if text is None:
             continue

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks, one_line
 from examples.mimo.nemotron_vlm.loop.local_copies import LocalCopies, NotWrittenError
 from examples.mimo.nemotron_vlm.loop.terminal import say
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.training import async_utils
 from megatron.training.checkpointing import get_checkpoint_tracker_filename
@@ -38,7 +40,8 @@ class Saves:
     If that was the last save, it is made again at once.
 
     Attributes:
-        loaded: directories of checkpoints that this run has loaded.
+        loaded: directories of checkpoints from which this run has gone on.
+        begun_with: the checkpoint whose weights alone this run has taken.
         copies: its copies between checkpoints.
     """
 
@@ -49,6 +52,8 @@ class Saves:
         self._instead: Callable[[], None] | None = None  # makes one of a copy's step
         self._made: Path | None = None
         self.loaded: set[Path] = set()
+        self.begun_with: Path | None = None
+        self._all_made: set[Path] = set()
         self.copies = LocalCopies(args)
 
     @contextlib.contextmanager
@@ -103,19 +108,25 @@ class Saves:
         asks_again = get_rerun_state_machine().state is RerunState.WILL_RERUN_FROM_CHECKPOINT
         if directory == self._made and not asks_again:
             return
+        if directory.resolve() == self.begun_with:
+            why = "its folder has the weights that this run began with; another --save keeps both"
+            self._note(directory, why)
+            return
         if errors := on_all_ranks(partial(_try_to_write, directory))[1]:
             with contextlib.suppress(OSError):
                 directory.rmdir()  # unless an earlier run has saved there
             self._note(directory, errors[0])
             return
         try:
-            self._save(iteration, *rest, **named)
+            with self._deleting_its_own():
+                self._save(iteration, *rest, **named)
         except RAISED_BY_ALL as error:
             self._note(directory, _cause(error))
             self._delete(directory)
             _go_on("save-checkpoint")
             return
         self._made = directory
+        self._all_made.add(directory)
         queue = async_utils._async_calls_queue
         if args.async_save and queue.async_calls:
             steps = queue.async_calls[-1].async_request.finalize_fns
@@ -131,8 +142,9 @@ class Saves:
         try:
             if not self._args.async_save:  # it would take what is left of that one's results
                 raise CheckpointingException("the save before it failed")
-            for step in steps:
-                step()
+            with self._deleting_its_own():
+                for step in steps:
+                    step()
             self._failed = None
         except RAISED_BY_ALL as error:
             self._note(directory, _cause(error))
@@ -154,11 +166,24 @@ class Saves:
 
     def _delete(self, directory: Path) -> None:
         """Delete what a save has written, but not where the tracker's file names its step."""
-        newest = None
-        with contextlib.suppress(OSError, ValueError):
-            newest = int(Path(get_checkpoint_tracker_filename(self._args.save)).read_text())
-        if self._args.rank == 0 and newest != int(directory.name[5:]):
+        if self._args.rank == 0 and self._newest() != directory:
             shutil.rmtree(directory, ignore_errors=True)
+
+    def _newest(self) -> Path | None:
+        """Return the directory that the tracker's file names; None if it names no step."""
+        with contextlib.suppress(OSError, ValueError):
+            step = int(Path(get_checkpoint_tracker_filename(self._args.save)).read_text())
+            return Path(self._args.save, f"iter_{step:07d}")
+
+    def _deleting_its_own(self) -> AbstractContextManager:
+        """Keep the newest checkpoint inside the block, unless this run made it or went on from it.
+
+        ``--save-retain-interval`` makes Megatron delete the one before. That may be the source of a
+        new run, and none at all: the tracker of a converted checkpoint names no step.
+        """
+        newest = self._newest()
+        is_own = newest and (newest in self._all_made or newest.resolve() in self.loaded)
+        return nullcontext() if is_own else replaced(self._args, save_retain_interval=None)
 
 
 def _go_on(timer: str) -> None:

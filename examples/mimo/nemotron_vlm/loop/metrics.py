@@ -150,9 +150,12 @@ class _Watch:
         if self._idle_since:
             self._idle_since += time.perf_counter() - started
         found = {name: float(value) for name, value in (result[0] or {}).items()}
-        if self._held is not None and LOSS in found:
-            names = {"eval_loss": LOSS, "eval_accuracy": ACCURACY, "eval_exact_match": EXACT}
-            self._held |= {name: _finite(found[reported]) for name, reported in names.items()}
+        names = {"eval_loss": LOSS, "eval_accuracy": ACCURACY, "eval_exact_match": EXACT}
+        scores = {name: _finite(found[key]) for name, key in names.items() if LOSS in found}
+        if self._held is not None:
+            self._held |= scores
+        elif scores:  # of no step, as with --skip-train
+            tell(", ".join(f"{name.replace('_', ' ')} {score}" for name, score in scores.items()))
         return result
 
     def save_checkpoint(self, call: Callable, _) -> object:

@@ -19,7 +19,7 @@ from examples.mimo.nemotron_vlm.loop.forward_step import Answers
 
 @dataclass(frozen=True)
 class Reading:
-    """A held-out sample: its pictures beside each other [H, W], the true answer, the model's."""
+    """A held-out sample: its pictures beside each other [H, W, 3], the true answer, the model's."""
 
     strip: torch.Tensor
     answer: str
@@ -43,12 +43,12 @@ def readings(source: SampleSource, answers: Answers, count: int) -> list[Reading
 
 
 def _strip(pictures: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Put pictures [3, H, W] beside each other, all of the height of the first; [H, W] in 0 … 1."""
+    """Put pictures [3, H, W] beside each other, with the first one's height; [H, W, 3] in 0 … 1."""
     height, resized = pictures[0].shape[1], []
     for picture in pictures:
         shape = height, max(1, round(picture.shape[2] * height / picture.shape[1]))
         resized.append(F.interpolate(picture[None] / 255, shape, mode="bilinear")[0])
-    return torch.cat(resized, dim=-1).mean(0)
+    return torch.cat(resized, dim=-1).permute(1, 2, 0)
 
 
 def draw_report(path: Path, records: list[dict], readings: list[Reading]) -> None:
@@ -66,7 +66,7 @@ def draw_report(path: Path, records: list[dict], readings: list[Reading]) -> Non
     _curve(accuracy_axes, records, {"eval_accuracy": "held out"}, "accuracy of answers")
     if readings:
         for axes, reading in zip(bottom.subplots(rows, 4).flat, readings, strict=False):
-            axes.imshow(reading.strip, cmap="gray_r", vmin=0, vmax=1)
+            axes.imshow(reading.strip)
             wrong = reading.answer != reading.read
             title = f"read {reading.read}" + (f", is {reading.answer}" if wrong else "")
             axes.set_title(title, fontsize=9, color="crimson" if wrong else "black")

@@ -23,9 +23,11 @@ import torch.distributed as dist
 import megatron.core.datasets.utils
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import PLANNED, layout_table
+from examples.mimo.common.standing import standing
 from examples.mimo.common.steps import data_provider
 from examples.mimo.nemotron_vlm.data import SampleSource, fingerprint, make_source
 from examples.mimo.nemotron_vlm.data.provider import Loading
+from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks
 from examples.mimo.nemotron_vlm.loop.asking import ask_command
 from examples.mimo.nemotron_vlm.loop.checkpoint_loading import check_inputs, safe_loading
 from examples.mimo.nemotron_vlm.loop.forward_step import answers, forward_step
@@ -43,6 +45,7 @@ from examples.mimo.nemotron_vlm.model.model import placed
 from examples.mimo.nemotron_vlm.options.arguments import Options, parse
 from examples.mimo.nemotron_vlm.options.config_file import write_config
 from examples.mimo.nemotron_vlm.options.own_options import HELP, own_options
+from examples.mimo.nemotron_vlm.options.value_rules import saves_into
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.bridge.encoders_to_language import encoders_to_language
 from megatron.core.models.mimo.model.base import MimoModel
@@ -149,6 +152,9 @@ def run(argv: list[str]) -> None:
         except SystemExit as left:  # all ranks together, as a signal or an option has asked
             if left.code:
                 raise
+            standing.has_left = True
+            standing.note()
+            say(f"left as asked: {standing}", args)
         else:
             _print_outcome(session, last, log)
         close_session(session)
@@ -158,6 +164,12 @@ def run(argv: list[str]) -> None:
 def open_session(options: Options, source: SampleSource) -> Session:
     """Join the ranks and make all process groups; collective."""
     args, layouts = options.args, options.layouts
+    if args.save:
+        standing.save, same = str(Path(args.save).absolute()), "the same command"
+        is_same = saves_into(args, args.load) and not (args.finetune or args.ckpt_step)
+        other = f"{same} with --load {args.save}, without --finetune and --ckpt-step,"
+        standing.goes_on = f"{same if is_same else other} goes on from there"
+    standing.note()
     args.token_ids |= source.token_ids
     args.chat_template_kwargs = dict(source.asked)
     args.data_fingerprint = fingerprint(source, args)
@@ -224,8 +236,10 @@ def train(session: Session, note: Callable[[Record], object] | None = None) -> N
     @functools.wraps(data)
     def provider(*sizes, **named):
         # Megatron asks once a checkpoint is loaded: a run refused there keeps the last run's file.
-        if (folder := config_folder(args)) and args.rank == 0:
-            write_config(folder / "config.yaml", session.options.config)
+        if folder := config_folder(args):
+            file, text = folder / "config.yaml", session.options.config
+            if errors := on_all_ranks(lambda: args.rank or write_config(file, text))[1]:
+                raise UserError(f"{file}: cannot write it: {errors[0]}")
         return data(*sizes, **named)
 
     with observed(args, loading, note), safe_loading(args):

@@ -40,6 +40,14 @@ ENCODER_SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 """Shares of all ranks that are tried for non-colocated encoders."""
 SIMULATED = 40
 """Number of plans whose schedule is simulated."""
+FIXED = "parameters", "gradients", "optimizer", "reserved"
+"""Parts of the memory that do not depend on the sequence length."""
+IN_16_BITS = 2.0, 6.0
+"""`StateBytes` of gradient and optimizer with `OPTIONS_16_BITS`."""
+OPTIONS_16_BITS = (
+    "--use-precision-aware-optimizer --main-params-dtype fp16 --main-grads-dtype bf16 "
+    "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+)
 
 
 @dataclass(frozen=True)
@@ -94,15 +102,13 @@ def search(task: Task, keep: int = 10) -> Found:
             if len(fastest) > SIMULATED:
                 heapq.heappop(fastest)
     if not fastest:
-        enough = _enough(task)
-        cure = f"by this model {enough} GPUs would do" if enough else "take more GPUs"
         size = f"{machine.memory_bytes / 1e9:.0f} GB"
         of_allowed = f"of the {allowed} that the program's rules allow none fits {size}"
         why = of_allowed if allowed else "the program's rules allow none"
-        raise UserError(
-            f"no plan for {task.world} GPUs: {why}; {cure}, or a shorter --seq-length, or "
-            "a --global-batch-size that they divide"
-        )
+        cures = _cures(task) if allowed else ["a --global-batch-size that they divide"]
+        enough = _enough(task)
+        cures.insert(0, f"by this model {enough} GPUs would do" if enough else "other GPUs")
+        raise UserError(f"no plan for {task.world} GPUs: {why}; {', or '.join(cures)}")
     best = [
         Priced(plan, step_time(plan, machine), memory_of(plan, machine)) for _, _, plan in fastest
     ]
@@ -110,10 +116,33 @@ def search(task: Task, keep: int = 10) -> Found:
     return Found(best[:keep], allowed)
 
 
+def _cures(task: Task) -> list[str]:
+    """Return what makes a plan fit the same GPUs: a sequence length, or a smaller state."""
+    cures, machine = [], task.machine
+    state_fits = any(
+        max(sum(part[name] for name in FIXED) for part in memory_of(plan, machine))
+        <= machine.memory_bytes
+        for plan in _plans(task)
+    )
+    for part in (2, 4, 8) * state_fits:
+        inputs = tuple(replace(each, mean=each.mean / part) for each in task.inputs)
+        if _fits(replace(task, seq_length=task.seq_length // part, inputs=inputs)):
+            cures.append(f"--seq-length {task.seq_length // part}")
+            break
+    small = StateBytes(*map(min, task.state, IN_16_BITS), task.state.logit)
+    if small != task.state and _fits(replace(task, state=small)):
+        cures.append(f"the state in 16 bits: {OPTIONS_16_BITS}")
+    return cures
+
+
+def _fits(task: Task) -> bool:
+    return any(fitting(plan, task.machine) for plan in _plans(task))
+
+
 def _enough(task: Task) -> int | None:
     """Return the smallest of 2, 4, … 64 times as many GPUs on which a plan fits, or None."""
     for more in (replace(task, world=task.world * 2**power) for power in range(1, 7)):
-        if any(fitting(plan, task.machine) for plan in _plans(more)):
+        if _fits(more):
             return more.world
     return None
 

@@ -9,16 +9,20 @@ from contextlib import contextmanager
 from typing import TextIO
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import _wrap_exception
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
+
+RAISED = Exception, CheckpointException, SystemExit
+"""What a function may raise: PyTorch's exception is no `Exception`, and Megatron exits in places.
+An interrupt is not caught, because it reaches all ranks."""
 
 
 def on_first_rank(function: Callable) -> Callable:
     """Make a function run on rank 0 of the world, and return its result on all; collective.
 
     Raises:
-        CheckpointingException: on all ranks, if the function raises an OSError.
+        CheckpointingException: on all ranks, if the function raises anything.
     """
 
     @functools.wraps(function)
@@ -29,8 +33,8 @@ def on_first_rank(function: Callable) -> Callable:
         if dist.get_rank() == 0:
             try:
                 found[0] = function(*arguments)
-            except OSError as error:
-                found[1] = str(error)
+            except RAISED as error:
+                found[1] = described(error)
         dist.broadcast_object_list(found)
         result, error = found
         if error is not None:
@@ -40,11 +44,17 @@ def on_first_rank(function: Callable) -> Callable:
     return called
 
 
+def described(error: BaseException) -> str:
+    """Return the text of an error; with its class, unless the system has written the text."""
+    of_user = isinstance(error, OSError | CheckpointingException)
+    return str(error) if of_user else f"{type(error).__name__}: {error}"
+
+
 def failures(function: Callable, *arguments) -> dict[int, tuple]:
-    """Call a function on the coordinator; return an OSError of its as PyTorch gathers failures."""
+    """Call a function on the coordinator; return its error as PyTorch gathers failures."""
     try:
         function(*arguments)
-    except OSError as error:
+    except RAISED as error:
         return {0: _wrap_exception(error)}
     return {}
 

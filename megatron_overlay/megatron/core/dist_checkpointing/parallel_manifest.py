@@ -8,12 +8,13 @@ S/n of a checkpoint of S bytes on n ranks. An asynchronous save is hashed in the
 the process that writes it.
 """
 
+import contextlib
 import json
 import os
 import time
 from collections.abc import Callable
 from functools import partial
-from queue import Queue
+from queue import Empty, Queue
 from typing import Any
 
 import torch.distributed as dist
@@ -52,7 +53,7 @@ def _write_and_hash(write: Callable, checkpoint_dir: str, rank: int, *rest: Any,
     try:
         written = [name for name in _files(checkpoint_dir) if f"__{rank}_" in name]
         hashes = {name: _digest(checkpoint_dir, name) for name in written}
-    except OSError:
+    except Exception:
         hashes = {}  # the ranks try again, and report the error
     rest[-1].put(hashes)
 
@@ -67,7 +68,10 @@ def save_manifest(checkpoint_dir: str, hashed: Queue | None = None) -> None:
         CheckpointingException: a rank cannot read a file of its share, or the first rank cannot
             write the manifest; raised on all ranks.
     """
-    files = _on_all_ranks({} if hashed is None else hashed.get_nowait())
+    own: dict = {}
+    with contextlib.suppress(Empty):  # then files are hashed below
+        own = {} if hashed is None else hashed.get_nowait()
+    files = _on_all_ranks(own)
     chosen = on_first_rank(_files)(checkpoint_dir)  # a rank may see a file later than others
     for _ in range(TRIES):
         unread = [name for name in chosen if not files.get(name)]
@@ -94,11 +98,7 @@ def verify_manifest(checkpoint_dir: str) -> None:
         CheckpointingException: there is no manifest, or files are missing or have changed; raised
             on all ranks.
     """
-    read = [_read_manifest(checkpoint_dir) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(read)
-    (manifest,) = read
-    if isinstance(manifest, str):
-        raise CheckpointingException(manifest)
+    manifest = on_first_rank(_read_manifest)(checkpoint_dir)
     found = _digests(checkpoint_dir, sorted(manifest))
     wrong = [
         f"{name} {'has changed' if found[name] else 'is missing or unreadable'}"
@@ -109,18 +109,26 @@ def verify_manifest(checkpoint_dir: str) -> None:
         raise CheckpointingException(f"the checkpoint is damaged: {', '.join(wrong)}")
 
 
-def _read_manifest(checkpoint_dir: str) -> dict[str, str] | str:
-    """Return the hashes by file name, or a message that says why the manifest cannot be read."""
+def _read_manifest(checkpoint_dir: str) -> dict[str, str]:
+    """Return the hashes by file name.
+
+    Raises:
+        CheckpointingException: the manifest cannot be read.
+    """
     path = os.path.join(checkpoint_dir, INTEGRITY_FNAME)
     try:
         with open(path) as file:
             files = json.load(file)["files"]
         if not files or not all(isinstance(text, str) for pair in files.items() for text in pair):
             raise ValueError("it lists no files")
-    except FileNotFoundError:
-        return f"the checkpoint has no {INTEGRITY_FNAME}: it was saved without --verify-integrity"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"the checkpoint is damaged: {INTEGRITY_FNAME}: {error}"
+    except FileNotFoundError as error:
+        raise CheckpointingException(
+            f"the checkpoint has no {INTEGRITY_FNAME}: it was saved without --verify-integrity"
+        ) from error
+    except Exception as error:  # whatever is in a damaged file
+        raise CheckpointingException(
+            f"the checkpoint is damaged: {INTEGRITY_FNAME}: {error}"
+        ) from error
     return files
 
 
@@ -133,7 +141,7 @@ def _digests(checkpoint_dir: str, names: list[str]) -> dict[str, str | None]:
 def _digest(checkpoint_dir: str, name: str) -> str | None:
     try:
         return _compute_file_hash(os.path.join(checkpoint_dir, name))
-    except OSError:
+    except Exception:  # the caller names the file
         return None
 
 

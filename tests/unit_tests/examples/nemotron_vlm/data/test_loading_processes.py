@@ -45,6 +45,32 @@ def test_a_death_while_a_take_is_handed_out_loses_no_take(monkeypatch):
     assert list(zip(range(TAKES), read, strict=False)) == [(n, n) for n in range(TAKES)]
 
 
+@pytest.mark.parametrize("error", [RuntimeError, OSError])
+@pytest.mark.parametrize("notes", [False, True])
+def test_a_full_disk_under_shared_memory_is_a_line(notes, error, monkeypatch):
+    """A rank would wait for ever for what the process could not pass on."""
+
+    class Tensors(Echo):
+        def __getitem__(self, take: SimpleNamespace) -> dict:
+            return {"nested": [torch.tensor(super().__getitem__(take))]}
+
+    share = torch.Tensor.share_memory_
+
+    def shared(tensor: torch.Tensor) -> torch.Tensor:
+        """Refuse the notes of reads under way, or the second sample."""
+        if notes if tensor.ndim else tensor == 1:
+            raise error("unable to allocate: No space left on device (28)")
+        return share(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", shared)
+    ordered = (SimpleNamespace(split="train", rows=[[n]], shares={}) for n in range(3))
+    options = {"num_workers": 1, "prefetch_factor": 2, "multiprocessing_context": "fork"}
+    read = read_ahead(Tensors(), ordered, **options)
+    if not notes:
+        assert next(read)["nested"][0] == 0
+    assert "No space left on device (28); make room in /dev/shm, or --num-workers 0" in next(read)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sample_that_cannot_be_read_ends_its_own_step_alone(workers):
     """The GPU gets a microbatch more than the step has, which may be beyond the run's last."""

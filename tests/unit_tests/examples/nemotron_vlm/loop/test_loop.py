@@ -178,10 +178,15 @@ def _operations_of(preset, source, number: int) -> float:
 
 
 @requires_world_size(1)
-def test_a_checkpoint_is_loaded_where_nothing_is_trained(tmp_path):
-    saved = str(tmp_path)
-    trajectory(*ONE_MICROBATCH, "--save", saved, steps=1)
-    assert trajectory("--load", saved, "--skip-train", steps=1) == []
+def test_a_checkpoint_is_loaded_and_its_score_said_where_nothing_is_trained(tmp_path, capsys):
+    """The score is the one that the run which saved it had at its end."""
+    saved, evaluates = str(tmp_path), ("--eval-iters", "2")
+    *_, last = trajectory(*ONE_MICROBATCH, *evaluates, "--save", saved, steps=1)
+    capsys.readouterr()
+    assert trajectory("--load", saved, *evaluates, "--skip-train", steps=1) == []
+    names = "eval_loss", "eval_accuracy", "eval_exact_match"
+    score = ", ".join(f"{name.replace('_', ' ')} {last[name]}" for name in names)
+    assert score in capsys.readouterr().err.splitlines()
 
 
 @requires_world_size(2)

@@ -8,20 +8,26 @@ import tempfile
 import threading
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks
 from examples.mimo.nemotron_vlm.loop.checkpoint_saving import Saves
 from examples.mimo.nemotron_vlm.loop.resume_rules import check_resume
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from megatron.core.dist_checkpointing import parallel_manifest, serialization
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.first_rank import failures, on_first_rank
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.training import checkpointing
+from megatron.training.checkpointing import get_checkpoint_tracker_filename as tracker_of
 from megatron.training.global_vars import get_args
 from tests.e2e.test_faults import assert_whole, newest
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import trajectory
@@ -58,6 +64,14 @@ def failing(original: Callable, place: Place, iteration: int) -> Callable:
         return original(*arguments, **named)
 
     return called
+
+
+def wait_for_deletions() -> None:
+    """Wait until Megatron has deleted what it does not keep; collective."""
+    for thread in threading.enumerate():
+        if "_async_delete_checkpoint_impl" in thread.name:
+            thread.join()
+    dist.barrier()
 
 
 @requires_world_size(1)
@@ -169,12 +183,114 @@ class TestFails:
         kept = ("--save-retain-interval", "100", *ends)
         with pytest.raises(UserError, match="step 3 was not saved: .*before it is as it was$"):
             trajectory(*SAVES, str(shared_path), *kept)
-        for thread in threading.enumerate():
-            if "_async_delete_checkpoint_impl" in thread.name:  # deletes the first step's
-                thread.join()
-        dist.barrier()
+        wait_for_deletions()  # of the first step's
         assert newest(shared_path) == 2
         names = ["iter_0000002", *[later.parent.name] * (not has_begun)]
         assert sorted(path.name for path in shared_path.glob("iter_*")) == names
         assert_whole(shared_path / "iter_0000002", ranks=2)
+        dist.barrier()
+
+
+KINDS = [OSError(28, "full"), ValueError("odd"), KeyError("name"), CheckpointException("w", {})]
+KINDS += [SystemExit(3), UnicodeDecodeError("utf-8", b"", 0, 1, "bad"), RecursionError()]
+
+
+@requires_world_size(2)
+@pytest.mark.parametrize("raised", KINDS, ids=lambda raised: type(raised).__name__)
+class TestAnErrorOfOneRankReachesAll:
+    """Whatever its class; PyTorch's own is no `Exception`, and Megatron exits in places."""
+
+    def raising(self, raised: BaseException) -> Callable[[], None]:
+        def act() -> None:
+            if Utils.rank == 0:
+                raise raised
+
+        return act
+
+    def test_of_work_of_the_first_rank(self, raised):
+        Utils.initialize_distributed()
+        with pytest.raises(CheckpointingException) as caught:
+            on_first_rank(self.raising(raised))()
+        assert type(raised).__name__ in str(caught.value) or str(raised) == str(caught.value)
+        assert (0 in failures(self.raising(raised))) == (Utils.rank == 0)
+
+    def test_of_work_of_all(self, raised):
+        Utils.initialize_distributed()
+        (error,) = on_all_ranks(self.raising(raised))[1]
+        assert error.startswith("rank 0: ") and len(error) > len("rank 0: ")
+
+    def test_at_the_end_of_a_save(self, raised, monkeypatch, shared_path):
+        def fails(original: Callable, *arguments):
+            if get_args().curr_iteration == 0:
+                raise raised
+            return original(*arguments)
+
+        fault = functools.partial(fails, parallel_manifest._write_manifest)
+        monkeypatch.setattr(parallel_manifest, "_write_manifest", fault)
+        trajectory(*SAVES, str(shared_path), steps=2)
+        dist.barrier()
+        assert newest(shared_path) == 2 and not (shared_path / "iter_0000001").exists()
+        dist.barrier()
+
+
+def of_files(directory: Path) -> dict[Path, int]:
+    return {file: file.stat().st_mtime_ns for file in directory.iterdir()}
+
+
+@requires_world_size(2)
+class TestTheCheckpointThatARunBeganWith:
+    KEEPS = ("--save-retain-interval", "100")
+
+    def saved(self, folder: Path, steps: int) -> Path:
+        trajectory(*SAVES, str(folder), *self.KEEPS, steps=steps)
+        wait_for_deletions()
+        return folder / f"iter_{steps:07d}"
+
+    @pytest.mark.parametrize("says", ["release", "", "x\n"])
+    def test_may_have_a_tracker_that_names_no_step(self, says, shared_path):
+        """As a converted one; the run saves as if it were of step 0, and deletes its own."""
+        source = self.saved(shared_path, 1)
+        if Utils.rank == 0:
+            source.rename(shared_path / "release")
+            Path(tracker_of(str(shared_path))).write_text(says)
+        dist.barrier()
+        load = ("--load", str(shared_path)) if says == "release" else ()
+        assert len(trajectory(*SAVES, str(shared_path), *self.KEEPS, *load, steps=2)) == 2
+        wait_for_deletions()
+        assert newest(shared_path) == 2 and (shared_path / "release/.metadata").exists()
+        assert [path.name for path in shared_path.glob("iter_*")] == ["iter_0000002"]
+        dist.barrier()
+
+    @pytest.mark.parametrize("kind", ["--load", "--pretrained-checkpoint"])
+    @pytest.mark.parametrize("steps", [2, 4])
+    def test_is_neither_deleted_nor_written_over(self, kind, steps, shared_path, capfd):
+        source = self.saved(shared_path, 3)
+        before = of_files(source)
+        begins = (kind, str(shared_path), *["--finetune"] * (kind == "--load"))
+        records = trajectory(*SAVES, str(shared_path), *self.KEEPS, *begins, steps=steps)
+        assert [record["step"] for record in records] == list(range(1, steps + 1))
+        wait_for_deletions()
+        assert newest(shared_path) == steps and of_files(source) == before
+        said = capfd.readouterr().err.count("has the weights that this run began with")
+        assert said == (steps == 4 and Utils.rank == 0)
+        dist.barrier()
+
+    def test_is_deleted_where_the_run_goes_on_from_it(self, shared_path):
+        source = self.saved(shared_path, 1)
+        trajectory(*SAVES, str(shared_path), *self.KEEPS, "--load", str(shared_path), steps=2)
+        wait_for_deletions()
+        assert newest(shared_path) == 2 and not source.exists()
+        dist.barrier()
+
+    def test_is_not_one_where_a_save_has_only_begun(self, shared_path):
+        self.saved(shared_path, 1)
+        if Utils.rank == 0:
+            (shared_path / "iter_0000007").mkdir()
+            (shared_path / "iter_0000008").mkdir()
+            (shared_path / "iter_0000008/__0_0.distcp").touch()
+        dist.barrier()
+        for step in "78":
+            goes_on = ("--load", str(shared_path), "--ckpt-step", step)
+            with pytest.raises(UserError, match=rf"has no iter_000000{step}; steps there: 1$"):
+                trajectory(*goes_on, steps=9)
         dist.barrier()
