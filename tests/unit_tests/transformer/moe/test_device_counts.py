@@ -305,3 +305,28 @@ def test_weights_are_waited_for_as_before_a_call(groups_of):
     hidden = torch.ones(4, HIDDEN, device=Utils.device)
     experts(hidden, torch.tensor([1, 1, 1, 1]), torch.ones(4, device=Utils.device))
     assert set(waited) == set(layers)
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_only_hoppers_grouped_gemm_is_used(groups_of, capability, dispatcher, monkeypatch):
+    """Elsewhere it is wrong for experts without tokens, whatever the options."""
+    is_used = []
+
+    def grouped_mm(*_, **__):
+        is_used.append(True)
+        raise RuntimeError("used")
+
+    groups = groups_of(1, 1)
+    config = config_of(moe_token_dispatcher_type=dispatcher)
+    config.moe_grouped_gemm = True
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        patch.setattr(grouped_experts.F, "grouped_mm", grouped_mm)
+        assert counts_stay_on_device(config) is (capability == (9, 0) and dispatcher == "allgather")
+        layer = make(groups, config, engine=False, is_own=True)
+        with nullcontext() if capability != (9, 0) else pytest.raises(RuntimeError, match="used"):
+            layer(torch.randn(LENGTH, BATCH, HIDDEN, device=Utils.device))
+    assert bool(is_used) == (capability == (9, 0))

@@ -8,6 +8,7 @@ where k experts take it. All tokens of the expert ranks are gathered; rows that 
 other ranks are a tail that the grouped GEMMs leave out.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,6 +17,15 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import permute
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def has_right_grouped_gemm() -> bool:
+    """Return whether PyTorch's grouped GEMM is right for experts without tokens, and never waits.
+
+    Of GPUs, only Hopper's are known to have one; where there is no GPU to ask, it is taken to be.
+    """
+    generation, _ = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    return hasattr(F, "grouped_mm") and generation in (0, 9)  # 0 under the CPU runtime
 
 
 def counts_stay_on_device(config: TransformerConfig) -> bool:
@@ -32,7 +42,7 @@ def counts_stay_on_device(config: TransformerConfig) -> bool:
     return (
         config.moe_token_dispatcher_type == "allgather"
         and config.moe_grouped_gemm
-        and hasattr(F, "grouped_mm")
+        and has_right_grouped_gemm()
         and config.moe_expert_capacity_factor is None
         and not (config.add_bias_linear or config.gated_linear_unit)
         and not (config.fp4 or config.quant_recipe)

@@ -16,14 +16,19 @@ from torch import Tensor
 
 from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_relu_impl
-from megatron.core.transformer.moe.device_counts import DeviceCountMoELayer, counts_stay_on_device
+from megatron.core.transformer.moe.device_counts import (
+    DeviceCountMoELayer,
+    counts_stay_on_device,
+    has_right_grouped_gemm,
+)
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
 Computed = tuple[Tensor, None]
 
 
 class GroupedExperts(SequentialMLP):
-    """Computes all local experts at once with ``moe_grouped_gemm``, else one after the other.
+    """Computes all local experts at once with ``moe_grouped_gemm`` where PyTorch's grouped GEMM is
+    right, else one after the other.
 
     Parameters, and so checkpoints, are those of SequentialMLP.
 
@@ -47,7 +52,7 @@ class GroupedExperts(SequentialMLP):
         """Apply each expert to its tokens, as :func:`apply_experts` does."""
         is_grouped = self.config.moe_grouped_gemm and len(hidden) > 0
         if not self.counts_stay_on_device:
-            is_grouped = is_grouped and self.num_local_experts > 1
+            is_grouped = is_grouped and self.num_local_experts > 1 and has_right_grouped_gemm()
         if not is_grouped:
             return super().forward(hidden, tokens_per_expert, probs)
         first, second = (

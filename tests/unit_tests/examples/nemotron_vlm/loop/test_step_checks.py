@@ -5,6 +5,7 @@
 import pytest
 import torch
 
+from megatron.core.rerun_state_machine import RerunStateMachine
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import APART
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import requires_world_size
@@ -61,3 +62,29 @@ def test_no_loss_is_kept_for_the_next_step():
         for _ in range(2):
             run.train_step()
             assert all(stage.step_losses == [] for stage in run.stages)
+
+
+def biases_of(run) -> list[torch.Tensor]:
+    named = [pair for stage in run.stages for pair in stage.named_buffers()]
+    return [bias.clone() for name, bias in named if name.endswith("expert_bias")]
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize("times", [1, 2, 3, 0])
+def test_experts_biases_move_once_in_a_step(times, monkeypatch):
+    """However often Megatron repeats it; a step that it does not take (0) leaves them alone."""
+    passes = iter([True] * max(1, times) + [False])
+    machine = RerunStateMachine
+    with trainer(*NO_RERUN) as run:
+        before = biases_of(run)
+        rate = run.config.moe_router_bias_update_rate
+        with monkeypatch.context() as patch:
+            patch.setattr(machine, "should_run_forward_backward", lambda *_: next(passes))
+            if not times:
+                patch.setattr(machine, "should_checkpoint_and_exit", lambda *_: (True, True, 16))
+            run.train_step()
+        moved = torch.stack(biases_of(run)) - torch.stack(before)
+        expected = rate if times else 0.0
+        assert moved.abs().max().item() == pytest.approx(expected)
+        if times:
+            assert moved.abs().min().item() in (0.0, pytest.approx(rate))

@@ -3,11 +3,13 @@
 """Gradients of two modules, finalized together: the same in every layout."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.schedule import grad_finalization
 from megatron.core.models.mimo.schedule.grad_finalization import (
     _scale_gradients,
     finalize_mimo_grads,
@@ -55,3 +57,18 @@ def test_gradients_of_every_type_are_divided(dtype):
             expected = given.to(found.dtype).double() / 3
             most = 2 * torch.finfo(found.dtype).eps
             torch.testing.assert_close(found.double(), expected, rtol=most, atol=0)
+
+
+def test_bf16_gradients_are_multiplied_by_the_number_in_fp32():
+    """A count such as 257 tokens has no bf16 inverse: the product is rounded once."""
+    Utils.initialize_distributed()
+    rng = torch.Generator().manual_seed(5)
+    gradients = torch.randn(999, generator=rng).to(Utils.device, torch.bfloat16)
+    extra = torch.randn(7, generator=rng).to(Utils.device, torch.bfloat16)
+    expected = [(part.double() / 257).to(torch.bfloat16) for part in (gradients, extra)]
+    buffer = SimpleNamespace(grad_data=gradients, extra_main_grads=[extra])
+    stage = SimpleNamespace(buffers=[buffer], expert_parallel_buffers=[])
+    factor = 1.0 / torch.tensor(257, device=Utils.device)
+    with mock.patch.object(grad_finalization, "AT_A_TIME", 100):
+        grad_finalization._scale_gradients(stage, factor)
+    assert gradients.equal(expected[0]) and extra.equal(expected[1])

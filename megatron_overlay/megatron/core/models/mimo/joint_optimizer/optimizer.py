@@ -61,7 +61,8 @@ class MimoOptimizer(upstream.MimoOptimizer):
         module_infos: optimizer and groups by module name, the same names in the same order on
             every rank.
         expert_biases: expert biases of the routers on this rank. The schedule updates them from
-            the experts' loads; a skipped step restores their values at the last ``zero_grad``.
+            the experts' loads; `launch` takes that back until the step succeeds, so that a step
+            that is skipped, repeated or never taken does not move them.
 
     Attributes:
         takes_saved_rates: whether a checkpoint's learning rates and weight decay replace this
@@ -78,6 +79,7 @@ class MimoOptimizer(upstream.MimoOptimizer):
     ) -> None:
         super().__init__(module_infos, config)
         self._expert_biases = [(bias, bias.clone()) for bias in expert_biases]
+        self._biases_wait = False
         self._loss_scale = 1.0
         self._launched: torch.Tensor | None = None
         self._gradients: list[list[torch.Tensor]] = []
@@ -120,10 +122,20 @@ class MimoOptimizer(upstream.MimoOptimizer):
         `finalize_mimo_grads` calls it before the host waits for the gradients: the device works
         while the host goes through all parameters. The host waits for loss scalers alone.
         """
+        if not self._biases_wait:
+            self._biases_wait = True
+            self._swap_biases()
         found = [unscale(leaf) for leaf in self._leaves]
         self._launched = max_over_ranks([sum(found), *self._squares()])
         own = [gradient for leaf in self._leaves for _, gradient in gradients_of(leaf)]
         self._gradients = of_one_type(own)
+
+    def _swap_biases(self) -> None:
+        """Exchange the expert biases before and after this step's update."""
+        for bias, other in self._expert_biases:
+            held = bias.clone()
+            bias.copy_(other)
+            other.copy_(held)
 
     def _squares(self) -> list[float | torch.Tensor]:
         """Return the squares of the modules' norms, in the order of their names; zero for others'
@@ -168,9 +180,9 @@ class MimoOptimizer(upstream.MimoOptimizer):
             on every rank.
         """
         result = self._step()
-        if not result[0]:
-            for bias, before in self._expert_biases:
-                bias.copy_(before)
+        if result[0] and self._biases_wait:
+            self._swap_biases()
+        self._biases_wait = False
         return result
 
     def _step(self) -> tuple[bool, float | None, int | None]:
@@ -187,8 +199,8 @@ class MimoOptimizer(upstream.MimoOptimizer):
         return not any_failed, grad_norm, zeros
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear this rank's gradients, and note the expert biases that a skipped step restores."""
-        self._launched, self._gradients = None, []
+        """Clear this rank's gradients, and note the expert biases before the step."""
+        self._launched, self._gradients, self._biases_wait = None, [], False
         for bias, before in self._expert_biases:
             before.copy_(bias)
         super().zero_grad(set_to_none)

@@ -20,6 +20,9 @@ from megatron.core.process_groups_config import (
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import unwrap_model
 
+AT_A_TIME = 2**26
+"""Elements of bf16 gradients that have a copy in fp32 at a time: 256 MiB."""
+
 
 def _held_modules(model: Sequence[MimoModel]) -> list[list[DistributedDataParallel]]:
     """DDP-wrapped stages of each module on this rank, perhaps none; the language model comes last.
@@ -134,13 +137,14 @@ def _scale_gradients(stage: DistributedDataParallel, factor: torch.Tensor) -> No
 
     DDP's method takes PyTorch's product with such a number, which reaches a quarter of the memory's
     speed and rounds the number to the gradients' type first. The kernel of gradient scalers does
-    neither, but takes no bf16 on GPUs; there, the number is rounded.
+    neither, but takes no bf16 on GPUs; there, products of some elements at a time are in fp32.
     """
     found_inf = torch.zeros((), device=factor.device)  # of no use here
     for buffer in stage.buffers + stage.expert_parallel_buffers:
         for gradients in (buffer.grad_data, *buffer.extra_main_grads):
             if gradients.dtype == torch.bfloat16:
-                torch._foreach_mul_([gradients], factor.to(torch.bfloat16))
+                for part in gradients.split(AT_A_TIME):
+                    part.copy_(part.float().mul_(factor))
             else:
                 torch._amp_foreach_non_finite_check_and_unscale_([gradients], found_inf, factor)
 
