@@ -32,7 +32,8 @@ WHEREVER_SET = {
         --overlap-param-gather-with-optimizer-step --reuse-grad-buf-for-mxfp8-param-ag
         --hybrid-context-parallel --hierarchical-context-parallel-sizes --tp-comm-overlap
         --iterations-to-skip --result-rejected-tracker-filename --logits-save-dir --logits-load-dir
-        --dump-param-to-param-group-map --config-logger-dir --fsdp-manual-registration""",
+        --dump-param-to-param-group-map --config-logger-dir --fsdp-manual-registration
+        --tp-only-amax-red""",
     "--hybrid-layer-pattern gives the layers": """
         --linear-attention-freq --experimental-attention-variant
         --heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json""",
@@ -56,6 +57,7 @@ WHEREVER_SET = {
     WEIGHTS: """
         --data-parallel-random-init --init-method-xavier-uniform --init-model-with-meta-device
         --embedding-init-method-std --use-mup --fp8-param-gather --fp4-param-gather""",
+    "no layer here has latent keys and values": "--multi-latent-attention",
     "it is another training loop": "--perform-rl-step --vision-pretraining",
     DATA: """
         --sft --data-path --train-data-path --mock-data --data-args-path --per-split-data-args-path
@@ -87,7 +89,7 @@ WHEREVER_SET = {
 }
 """Options that are refused wherever they are set, by reason."""
 
-ONLY_ON_MAIN = ("--mtp-hsm", "--save-tokenizer-assets")
+ONLY_ON_MAIN = ("--mtp-hsm", "--save-tokenizer-assets", "--tp-only-amax-red")
 """Refused options that upstream's main has, and its releases do not."""
 
 NEEDS_GPU = """
@@ -294,6 +296,21 @@ REFUSALS = [
         "--moe-apply-probs-on-input",
         lambda args: args.moe_apply_probs_on_input and args.moe_router_topk > 1,
         "it needs --moe-router-topk 1",
+    ),
+    Refusal(
+        "--moe-router-load-balancing-type sinkhorn",
+        lambda args: "sinkhorn" in args.moe_router_load_balancing_type,
+        "it balances the tokens of a rank's microbatch, so that the layout decides their experts",
+    ),
+    Refusal(
+        "--quick-geglu",
+        lambda args: args.quick_geglu and (args.squared_relu or args.swiglu),
+        "--squared-relu or --swiglu would take its place; add --no-squared-relu",
+    ),
+    Refusal(
+        "--enable-ft-package",
+        lambda args: args.enable_ft_package and find_spec(NVRX) is None,
+        "nvidia-resiliency-ext, which watches the ranks, is not installed",
     ),
     Refusal(
         "--moe-router-load-balancing-type quantile_balancing",

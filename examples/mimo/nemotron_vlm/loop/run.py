@@ -124,6 +124,7 @@ def run(argv: list[str]) -> None:
                 return
         options = parse(argv)
         args = options.args
+        sys.argv[1:] = options.words  # Megatron's own readers see the files' options too
         if args.transformer_impl != "local" and find_spec("transformer_engine") is None:
             raise UserError(
                 f"--transformer-impl {args.transformer_impl}: Transformer Engine is not installed; "

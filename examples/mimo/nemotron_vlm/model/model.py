@@ -134,14 +134,15 @@ def _language_config(args: Namespace) -> TransformerConfig:
     if is_whole:
         config.cuda_graph_modules = [*config.cuda_graph_modules, whole]
     if args.device == "cpu":
+        config.use_cpu_initialization = True  # yarn would ask PyTorch for a GPU's device
         config.moe_grouped_gemm = True
         config.moe_grouped_gemm = counts_stay_on_device(config)
     is_recomputed = config.recompute_granularity and "moe" in config.recompute_modules
     if is_whole and (is_recomputed or not (counts_stay_on_device(config) and config.bf16)):
         raise ValueError(
             "--cuda-graph-modules moe needs token counts that stay on the device: --bf16 "
-            "--moe-token-dispatcher-type allgather --moe-grouped-gemm, and experts without biases, "
-            "gated units and recompute"
+            "--moe-token-dispatcher-type allgather --moe-grouped-gemm, a Hopper GPU, and experts "
+            "without biases, gated units and recompute"
         )
     return config
 

@@ -12,9 +12,7 @@ import re
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-
-import torch
+from dataclasses import asdict, dataclass, fields, replace
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import (
@@ -46,7 +44,7 @@ from examples.mimo.nemotron_vlm.options.environment import at_start
 from examples.mimo.nemotron_vlm.options.fp8_rules import check_fp8
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
 from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options, preset_of
-from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
+from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK, idle_options
 from examples.mimo.nemotron_vlm.options.value_rules import check_values
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.moe.device_counts import counts_stay_on_device
@@ -89,11 +87,14 @@ def parse(
 
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         extend(parser, preset, own.device, own.pack)
+        idle = idle_options(parser)
         read = parser.parse_args
 
         def parse_args() -> argparse.Namespace:
             nonlocal config, words
             words = with_config(argv, parser, is_whole=True)
+            for name in idle.keys() & {word.partition("=")[0] for word in words}:
+                raise UserError(f"{name} is not taken here: {idle[name]}")
             found = read(words)
             config = as_yaml(words, parser, found)
             # Refuse before Megatron acts on the arguments: --yaml-cfg would replace them all.
@@ -173,6 +174,7 @@ def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:
         args.override_opt_param_scheduler = False  # Megatron refuses both together
     args.store_param_remainders = False  # any run can load whole master weights
     args.token_ids = {each.name: each.token for each in preset.encoders}  # data may have others
+    args.encoder_sizes = {each.name: asdict(each) for each in preset.encoders}  # for checkpoints
     args.language_std = args.init_method_std  # None: each matrix's follows from its inputs
     default("init_method_std", 0.02)
     if args.train_samples is None:
@@ -287,25 +289,18 @@ def _set_layout(args: argparse.Namespace, preset: VLMPreset, layouts: Layouts) -
         args.hybrid_layer_pattern = staged_pattern(args.hybrid_layer_pattern, layouts.language)
 
 
-def _is_on_hopper() -> bool:
-    """Return whether the GPUs are Hopper's; where there is none to ask, they are taken to be."""
-    generation, _ = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-    return generation in (0, 9)  # 0 under the CPU runtime
-
-
 def _set_experts(args: argparse.Namespace, preset: VLMPreset, layouts: Layouts) -> None:
     """Choose how tokens reach their experts and what CUDA graphs have of MoE layers, if not given.
 
     Where it was measured to be faster, token counts stay on the device, and graphs have whole MoE
-    layers. Elsewhere the host asks for the counts, and graphs have the routers alone: on other GPUs
-    than Hopper's PyTorch's grouped GEMM waits, or is wrong for experts without tokens.
+    layers. Elsewhere the host asks for the counts, and graphs have the routers alone.
     """
     has_graphs, asked = args.cuda_graph_impl == "local", args.cuda_graph_modules
     # Modules on ranks of their own exchange rows of any length, for which Megatron takes alltoall.
     # With ep, each rank gathers the tokens of all EP ranks: measured with graphs and ep=2 alone.
     language = layouts.language
     is_near = not layouts.non_colocated and language.etp == 1 and language.ep <= 1 + has_graphs
-    is_fast = args.device == "cuda" and args.bf16 and is_near and _is_on_hopper()
+    is_fast = args.device == "cuda" and args.bf16 and is_near
     is_fast = is_fast and LANGUAGE_PART not in parts_in_fp8(args, preset)
     chosen = {  # what the configuration will have under these names
         "moe_token_dispatcher_type": "allgather",

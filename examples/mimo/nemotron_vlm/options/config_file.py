@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from examples.mimo.common.errors import UserError
@@ -25,12 +25,26 @@ NOT_THERE = {
 }
 """Names that published models have, and why they are no options."""
 
+ELSEWHERE = {"learning-rate": "lr", "max-lr": "lr", "batch-size": "global-batch-size"}
+ELSEWHERE |= {"max-steps": "train-iters", "warmup-steps": "lr-warmup-iters", "output-dir": "save"}
+ELSEWHERE |= {"max-grad-norm": "clip-grad", "lora-rank": "lora-dim", "lora-r": "lora-dim"}
+"""What options of other programs are called here."""
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return why a name is none, or a hint at the known ones that are most like it, or nothing."""
-    if reason := NOT_THERE.get(name.lstrip("-").replace("_", "-")):
+
+def nearest(name: str, known: Mapping[str, argparse.Action]) -> str:
+    """Return why a name is none, or a hint at the taken ones that are most like it, or nothing.
+
+    Args:
+        known: options by their names, with dashes; refused ones have no help.
+    """
+    plain = name.lstrip("-").replace("_", "-")
+    if reason := NOT_THERE.get(plain):
         return f": {reason}"
-    found = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    taken = [each[2:] for each, action in known.items() if action.help != argparse.SUPPRESS]
+    found = difflib.get_close_matches(plain, taken, n=3, cutoff=0.6)
+    if plain in ELSEWHERE or plain.startswith("lora-"):
+        found = [each for each in taken if each == ELSEWHERE.get(plain, plain)]
+    found = [f"--{each}" if name[0] == "-" else each for each in found]
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
@@ -61,7 +75,7 @@ def with_config(
         for key, value in _read(path).items():
             name = names.get(key.replace("_", "-"))
             if name is None and is_whole:
-                raise UserError(f"{CONFIG} {path}: no option {key}{nearest(key, names)}")
+                raise UserError(f"{CONFIG} {path}: no option {key}{nearest(key, known)}")
             if name and name != CONFIG and known[name].dest not in chosen:
                 words += _words(f"{CONFIG} {path}: {key}", name, known, value)
     return [*words, *given]

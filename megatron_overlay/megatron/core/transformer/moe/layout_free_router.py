@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Router whose balancing losses and expert bias do not depend on the layout.
 
-One exception remains: the mean load in ``global_aux_loss`` depends on how many samples all DP ranks
-process at once.
+Two exceptions remain: ``aux_loss`` is computed for a DP rank's microbatch, and the mean load in
+``global_aux_loss`` depends on how many samples all DP ranks process at once.
 """
 
 from dataclasses import replace

@@ -9,8 +9,10 @@ would do nothing, and nobody would know.
 import argparse
 import os
 import re
+import sys
 from contextlib import redirect_stdout
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from examples.mimo.common.layout import SIZES
 from examples.mimo.common.refusals import NEEDS_GPU, WHEREVER_SET
 from examples.mimo.nemotron_vlm.model.presets import tiny
 from examples.mimo.nemotron_vlm.options import arguments
+from examples.mimo.nemotron_vlm.options.refusals import idle_options
 from megatron.training.arguments import add_megatron_arguments
 from tests.unit_tests.examples.nemotron_vlm import preloaded  # noqa: F401 (its parser is quick)
 
@@ -55,11 +58,11 @@ VALUES = {
     "--moe-router-padding-for-fp8": "--fp8-format hybrid --fp8-recipe tensorwise",
     "--moe-router-padding-for-quantization": "--fp8-format hybrid --fp8-recipe tensorwise",
     "--moe-router-score-function": "softmax --no-moe-router-enable-expert-bias",
-    "--multi-latent-attention": "--no-group-query-attention",
     "--mtp-num-layers": "1 --hybrid-layer-pattern MEM*|MEM*/E*",
     "--no-rope-freq": "2",
     "--optimizer-cpu-offload": "--use-precision-aware-optimizer",
     "--overlap-p2p-communication-warmup-flush": f"--language {LAYOUT},vpp=2",
+    "--quick-geglu": "--no-squared-relu",
     "--recompute-granularity": "full --recompute-method uniform",
     "--rope-fusion": "--position-embedding-type rope",
     "--start-weight-decay": "0 --end-weight-decay 0.1 --weight-decay-incr-style linear",
@@ -155,3 +158,27 @@ def test_an_option_that_is_taken_keeps_its_value(device, monkeypatch, tmp_path):
                 wrong.append(_wrong(parser, action, line, base, refused))
     assert len(wrong) > 700
     assert not "\n".join(filter(None, wrong))
+
+
+ELSEWHERE = r"""/(inference|rl|datasets|tokenizers|legacy|post_training|export|megatron_fsdp)/|
+    models/(gpt|bert|T5|vision)/|training/(arguments|yaml_arguments|argument_utils|config/.*)\.py"""
+"""Loaded modules of Megatron's that this program does not run, or that only pass options on."""
+
+RENAMED = """--no-weight-decay-cond-type --recompute-activations --no-bias-swiglu-fusion
+    --use-flash-attn --use-mcore-models --use-dist-ckpt --dist-ckpt-format
+    --ckpt-fully-parallel-save --grad-reduce-in-bf16 --cuda-graph-scope --disable-msc"""
+"""Options that Megatron passes on by another name, or whose deprecation it says itself."""
+
+
+def test_an_option_that_is_taken_is_read_by_code_that_runs():
+    elsewhere, read = re.compile(re.sub(r"\s", "", ELSEWHERE)), set()
+    for name, module in list(sys.modules.items()):
+        file, ours = getattr(module, "__file__", None), ("megatron.", "examples.mimo.")
+        if file and name.startswith(ours) and not elsewhere.search(file):
+            read |= set(re.findall(r"\w+", Path(file).read_text()))
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    idle = idle_options(parser)
+    taken = [a for a in parser._actions if a.option_strings and a.option_strings[0] not in idle]
+    assert len(taken) > 400
+    unread = {a.option_strings[0] for a in taken if a.dest not in read}
+    assert unread <= {*RENAMED.split(), "-h"}

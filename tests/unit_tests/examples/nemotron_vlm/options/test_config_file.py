@@ -4,10 +4,12 @@
 
 import argparse
 import re
+import sys
 
 import pytest
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.loop import run as loop
 from examples.mimo.nemotron_vlm.loop.dry_run import dry_run
 from examples.mimo.nemotron_vlm.loop.run import run
 from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset
@@ -16,6 +18,7 @@ from examples.mimo.nemotron_vlm.options.config_file import write_config
 from examples.mimo.nemotron_vlm.options.environment import at_start, uses_gpus
 from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options
 from examples.mimo.pretrain_nemotron_vlm import ROOT
+from megatron.training.arguments import parse_args
 from tests.unit_tests.examples.nemotron_vlm import preloaded  # noqa: F401 (its parser is quick)
 from tests.unit_tests.test_utilities import Utils
 
@@ -68,6 +71,8 @@ def test_what_a_run_writes_starts_it_again(tmp_path):
     ("text", "says"),
     [
         ("seq-lenght: 64", "run.yaml: no option seq-lenght; did you mean seq-length"),
+        ("learning-rate: 1e-3", "no option learning-rate; did you mean lr.$"),
+        ("lora_rank: 8", "no option lora_rank$"),
         ("video_pruning_rate: 0.5", "no option video_pruning_rate: training keeps all rows of a"),
         ("lr: many", "--lr: invalid float value: 'many'"),
         ("pack: maybe", "run.yaml: pack: it is a flag: want true or false, not maybe"),
@@ -88,12 +93,34 @@ def test_a_file_that_cannot_work_is_refused(tmp_path, text, says):
     ("line", "says"),
     [
         ("--seq-lenght 64", "--seq-lenght.* did you mean --seq-length"),
+        ("--learning-rate 1", "did you mean --lr.$"),
+        ("--lora-rank 8", "unrecognized arguments: --lora-rank 8; see --help$"),
+        ("--latent-lora-rank 8", "^(?!.*-lora-rank.*-lora-rank)"),
         ("--video-pruning-rate 0.5", "--video-pruning-rate.*: training keeps all rows of a clip"),
     ],
 )
 def test_an_unknown_option_gets_the_nearest_names_or_the_reason(line, says):
     with pytest.raises(UserError, match=says):
         parse(line.split(), 1)
+
+
+def test_all_readers_of_the_command_line_see_the_file(tmp_path, monkeypatch):
+    """Megatron reads it again where it sets up fault tolerance."""
+    (tmp_path / "run.yaml").write_text("ft_num_warmup_iters: 7\nlr: 1e-3\nnum_workers: 3\n")
+    monkeypatch.setattr(sys, "argv", ["program", "--config", str(tmp_path / "run.yaml")])
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+    class Read(Exception):
+        pass
+
+    def read(*_):
+        raise Read(parse_args(ignore_unknown_args=True))
+
+    monkeypatch.setattr(loop, "check_outputs", read)
+    with pytest.raises(Read) as found:
+        run([*sys.argv[1:], "--lr", "2e-3"])
+    args = found.value.args[0]
+    assert (args.ft_num_warmup_iters, args.lr, args.num_workers) == (7, 2e-3, 3)
 
 
 def test_the_environment_sees_the_file(tmp_path):
