@@ -5,6 +5,7 @@
 docs/user/checkpoints.md has the table of all changes.
 """
 
+import re
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import fields
@@ -17,29 +18,49 @@ from examples.mimo.common.layout import option_of
 from examples.mimo.nemotron_vlm.data import PREPARATION
 from examples.mimo.nemotron_vlm.loop.terminal import changes
 from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 STREAM = ("data", "seed", "seq_length", "pack", "pack_window", "sample_multiple", *PREPARATION)
 """Arguments that may change which sample has which number, for the refusal's text; whether it has
 changed is decided by the fingerprint of the data."""
 
 MODEL = (
-    *(field.name for field in fields(LanguagePreset)),
-    *("normalization", "squared_relu", "swiglu", "add_bias_linear", "position_embedding_type"),
-    *("rotary_base", "rotary_percent", "untie_embeddings_and_output_weights"),
-    *("moe_router_score_function", "moe_router_enable_expert_bias", "moe_shared_expert_gate"),
+    *dict.fromkeys(
+        own.name for kind in (LanguagePreset, TransformerConfig) for own in fields(kind)
+    ),
+    *("squared_relu", "swiglu", "quick_geglu", "openai_gelu", "position_embedding_type"),
+    *("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "mscale"),
+    *("rotary_scaling_factor", "mscale_all_dim", "yarn_original_max_position_embeddings"),
+    *("yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int"),
+    *("untie_embeddings_and_output_weights", "encoder_sizes"),
 )
-"""Arguments that decide what the language model computes. Several change no weight's shape, so that
-the weights would load, and others would only lack a part."""
+"""Arguments that decide what the model computes, except `FREE`. Several change no weight's shape,
+so that the weights would load, and others would only lack a part."""
+
+FREE = re.compile(
+    r"""
+    (tensor|expert_(model|tensor)|pipeline|virtual|context|sequence_parallel|linear_cp|attention_cp|
+    cp_comm|microbatch|account_for).* |  # layout
+    (fp16|bf16|params_dtype|fp8|fp4|first_last|num_layers_at|deterministic|attention_softmax|
+    disable_bf16|fp32_residual|moe_router_dtype|mamba_training|init_method|use_cpu_init).* |
+    (hidden|attention)_dropout | moe_(aux|z)_loss_coeff | moe_input_jitter_eps | mtp_loss.* |
+    moe_router_(load_balancing_type|bias_update|force).* |  # training
+    (tp_comm|cross_entropy|overlap|ep_|cpu_|wgrad|gradient_acc|variable_seq|use_ring|fine_|offload|
+    min_off|delta_off|activation_off|recompute|distribute|barrier|flash|attention_backend|fused_|
+    transformer_impl|use_(te|fused|kitchen|transformer_engine|mamba_mem)|kitchen|clone|batch_inv|
+    inference|test_mode|high_prio).* |
+    .*(fusion|cuda_graph|shared_expert_overlap).* |
+    moe_.*(dispatcher|grouped|single_|deepep|hybridep|ncclep|logging|recompute|replay|padding).*
+    """,
+    re.VERBOSE,
+)
+"""Settings of layers that may change when a run goes on."""
 
 STATE = ("use_distributed_optimizer", "fp16")
 """Arguments that decide the form of the optimizer's state."""
 
 OF_PARTS = ("encoder_lr", "projector_lr", "encoder_weight_decay", "projector_weight_decay")
 """Arguments that give parts parameter groups of their own, each with its rates."""
-
-
-EMBEDDING = "language_model.module.embedding.word_embeddings.weight"
-"""Key of the input embeddings in a checkpoint, ``[vocabulary, hidden]``."""
 
 
 def check_resume(args: Namespace, saved: Namespace | None) -> None:
@@ -54,7 +75,7 @@ def check_resume(args: Namespace, saved: Namespace | None) -> None:
     if saved is None:
         return
     _check_data(args, saved)
-    if model := _changes(args, saved, MODEL):
+    if model := _changes(args, saved, [name for name in MODEL if not FREE.fullmatch(name)]):
         raise UserError(
             f"--load {args.load}: another model was saved there ({model}); give what was given "
             "then, or --finetune, which takes the weights if all fit, and begins anew"
@@ -90,12 +111,9 @@ def check_resume(args: Namespace, saved: Namespace | None) -> None:
 
 
 def check_vocabulary(args: Namespace, saved: Namespace | None, directory: str) -> None:
-    """Check that a checkpoint's weights are for as many words, also where only they are taken.
+    """Check that weights are for as many words: Megatron would cut off rows, or fill in zeros.
 
-    Megatron cuts off other rows, or fills them with zeros, as the vocabulary's padding may differ.
-
-    Args:
-        saved: the arguments in the checkpoint; None of a converted one, which has no padding.
+    A converted checkpoint has no arguments, and no padding.
 
     Raises:
         UserError: the numbers differ.
@@ -103,11 +121,11 @@ def check_vocabulary(args: Namespace, saved: Namespace | None, directory: str) -
     words = getattr(saved, "vocab_size", None)
     if words is None:
         stored = FileSystemReader(directory).read_metadata().state_dict_metadata
-        words = stored[EMBEDDING].size[0] if EMBEDDING in stored else args.vocab_size
+        words = stored["language_model.module.embedding.word_embeddings.weight"].size[0]
     if words != args.vocab_size:
         raise UserError(
-            f"{directory} has a vocabulary of {words}, and --vocab-size is {args.vocab_size}: "
-            f"give --vocab-size {words}"
+            f"{directory} has a vocabulary of {words}: --vocab-size must be {words}, not "
+            f"{args.vocab_size}"
         )
 
 
@@ -141,11 +159,19 @@ def _has_half_weights(saved: Namespace) -> bool:
 
 def _changes(args: Namespace, saved: Namespace, names: Sequence[str]) -> str:
     """Return the arguments of the checkpoint that differ now, but not where stages begin."""
-    known = [name for name in names if hasattr(saved, name)]
-    plain = [
-        Namespace(**vars(each) | {"hybrid_layer_pattern": _layers(each)}) for each in (args, saved)
-    ]
-    return changes(plain[0], plain[1], known)
+    now, then = (
+        {**vars(each), **_sizes(each), "hybrid_layer_pattern": _layers(each)}
+        for each in (args, saved)
+    )
+    sizes = _sizes(args) | _sizes(saved) if "encoder_sizes" in names and _sizes(saved) else ()
+    known = [name for name in names if name in then and name != "encoder_sizes"]
+    return changes(Namespace(**now), Namespace(**then), [*known, *sizes])
+
+
+def _sizes(args: Namespace) -> dict[str, object]:
+    """Return the sizes of encoders, as ``NAME.SIZE``; none of a run from before they were saved."""
+    encoders = getattr(args, "encoder_sizes", {}).items()
+    return {f"{name}.{size}": n for name, sizes in encoders for size, n in sizes.items()}
 
 
 def _layers(args: Namespace) -> str:

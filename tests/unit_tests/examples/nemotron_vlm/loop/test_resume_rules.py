@@ -1,0 +1,60 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A resume compares every setting of the model, except those that may change."""
+
+from argparse import Namespace
+from copy import deepcopy
+
+import pytest
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.loop.resume_rules import FREE, MODEL, check_resume
+from examples.mimo.nemotron_vlm.options.arguments import parse
+from tests.unit_tests.examples.nemotron_vlm import preloaded  # noqa: F401 (its parser is quick)
+
+FREE_BY_NAME = "bf16 tensor_model_parallel_size moe_aux_loss_coeff recompute_granularity"
+
+
+@pytest.fixture(scope="module")
+def args() -> Namespace:
+    found = parse(["--model", "tiny-omni"], 1).args
+    found.load, found.data_fingerprint = "saved", "samples"
+    return found
+
+
+def saved_with(args: Namespace, **others) -> Namespace:
+    return Namespace(**deepcopy(vars(args)) | others)
+
+
+def test_the_same_settings_go_on(args):
+    check_resume(args, saved_with(args))
+    check_resume(args, saved_with(args, **dict.fromkeys(FREE_BY_NAME.split(), "other")))
+
+
+def test_a_run_from_before_sizes_were_saved_goes_on(args):
+    saved = saved_with(args)
+    del saved.encoder_sizes
+    check_resume(args, saved)
+
+
+def test_each_setting_of_layers_is_compared(args):
+    compared = [name for name in MODEL if hasattr(args, name) and not FREE.fullmatch(name)]
+    assert {"moe_router_num_groups", "moe_router_pre_softmax", "rotary_interleaved"} <= {*compared}
+    assert {"no_rope_freq", "layernorm_epsilon", "window_size", "quick_geglu"} <= {*compared}
+    for name in {*compared} - {"encoder_sizes"}:
+        with pytest.raises(UserError, match=f"another model was saved there .*{name} other → "):
+            check_resume(args, saved_with(args, **{name: "other"}))
+
+
+def test_each_size_of_an_encoder_is_compared(args):
+    names = [(encoder, size) for encoder, sizes in args.encoder_sizes.items() for size in sizes]
+    assert ("images", "pixel_mean") in names and ("sound", "num_mel_bins") in names
+    for encoder, size in names:
+        saved = saved_with(args)
+        saved.encoder_sizes[encoder][size] = "other"
+        with pytest.raises(UserError, match=rf"another model .*{encoder}\.{size} other → "):
+            check_resume(args, saved)
+    saved = saved_with(args)
+    del saved.encoder_sizes["sound"]
+    with pytest.raises(UserError, match="another model .*sound.* None → "):
+        check_resume(args, saved)
