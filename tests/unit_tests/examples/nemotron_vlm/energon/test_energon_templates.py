@@ -19,7 +19,13 @@ from examples.mimo.nemotron_vlm.energon.errors import BadConversation
 from examples.mimo.nemotron_vlm.energon.images import Tiling
 from examples.mimo.nemotron_vlm.energon.records import decode_text, read_record
 from megatron.energon import CrudeSample
-from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import byte_tokenizer
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
+    CRUDE,
+    byte_tokenizer,
+    make_shard,
+    source,
+    survey,
+)
 
 # Published rules of Nemotron 3: an answer without reasoning gets an empty pair; what is before the
 # last question loses its reasoning; answers are trimmed; tools are called in XML, as JSON here.
@@ -281,3 +287,19 @@ def test_whatever_a_tokenizer_raises_is_a_bad_text(chats, monkeypatch):
     monkeypatch.setattr(chat, "_tokenizer", type("", (), {"eos_token": "", "__call__": refuse})())
     with pytest.raises(BadConversation, match="the tokenizer refuses it: index out of bounds"):
         chat.encode(record_of(TALKS["plain"]).turns)
+
+
+@pytest.mark.parametrize(
+    ("names", "asked"),
+    [(["plain", "plain"], MODES[1]), (["plain", "reasoning"], {}), (["tags alone"], {})],
+)
+def test_a_run_asks_as_all_its_samples_do(tmp_path, names, asked):
+    tokenizer = byte_tokenizer(tmp_path / "tokenizer", NEMOTRON, SPECIAL)
+    talks = [json.dumps({"messages": TALKS[name]}).encode() for name in names]
+    make_shard(tmp_path, [{"json": talk} for talk in talks], CRUDE)
+    survey(tmp_path, tokenizer, splits=["train"])
+    opened = source(tmp_path, tokenizer, seq_length=200)
+    assert opened.asked == asked
+    found = [opened.question("train", number).asked for number in range(len(names))]
+    wanted = {"plain": MODES[1], "reasoning": {}, "tags alone": {}}
+    assert sorted(map(str, found)) == sorted(str(wanted[name]) for name in names)
