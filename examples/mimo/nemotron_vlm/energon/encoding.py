@@ -14,7 +14,7 @@ from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND, Text
 from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS, VIDEO, Chat
 from examples.mimo.nemotron_vlm.energon.errors import BadClip, BadConversation, BadMedium, BadSound
-from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling, decoded, open_image
+from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling, open_image
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT, Medium, Record
 from examples.mimo.nemotron_vlm.energon.sounds import Listening, picture_of
 from examples.mimo.nemotron_vlm.energon.videos import Extent, Watching
@@ -188,7 +188,7 @@ class Encoder:
         elif isinstance(self.images, Tiling):
             return self._read(file)[1]
         else:
-            frames = [np.array(decoded(open_image(*file.data)))]
+            frames = [np.array(open_image(*file.data))]
         return [torch.from_numpy(frame).permute(2, 0, 1) for frame in frames]
 
     def _read(self, file: File) -> tuple[Extent, torch.Tensor]:

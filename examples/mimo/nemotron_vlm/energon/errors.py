@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why a sample cannot be used: each error's ``kind`` is how a survey counts it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class BadConversation(ValueError):
     """A conversation that cannot be written as tokens, or does not fit its media."""
@@ -66,3 +69,17 @@ def one_line(error: BaseException) -> str:
     """Return an error's message as one line; its type if it has none."""
     line = " ".join(str(error).split()) or type(error).__name__
     return line.encode(errors="backslashreplace").decode()  # half a character cannot be printed
+
+
+@contextmanager
+def decoding(kind: type[BadMedium]) -> Iterator[None]:
+    """Raise whatever a decoder raises, inside the block or the decorated function, as ``kind``.
+
+    `BadMedium` and `MissingPackage` pass as they are.
+    """
+    try:
+        yield
+    except (BadMedium, MissingPackage):
+        raise
+    except Exception as error:  # decoders raise errors of all kinds for damaged files
+        raise kind(f"damaged: {one_line(error)}") from error

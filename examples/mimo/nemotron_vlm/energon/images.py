@@ -11,15 +11,16 @@ image's size alone.
 """
 
 import io
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids
-from examples.mimo.nemotron_vlm.energon.errors import BadImage, one_line
+from examples.mimo.nemotron_vlm.energon.errors import BadImage, decoding
 
 FORMATS = {
     suffix.removeprefix("."): name
@@ -60,10 +61,10 @@ class Tiling:
         columns, rows = self.grid(width, height)
         return columns * rows + (self.thumbnail and columns * rows > 1)
 
+    @decoding(BadImage)
     def cut(self, image: Image.Image) -> torch.Tensor:
         """Return the tiles row by row, then the thumbnail, uint8 [n, 3, tile, tile]."""
         columns, rows = self.grid(*image.size)
-        image = decoded(image)
         size = self.tile
         whole = np.array(image.resize((columns * size, rows * size), Image.Resampling.BICUBIC))
         tiles = whole.reshape(rows, size, columns, size, 3).transpose(0, 2, 4, 1, 3)
@@ -98,9 +99,10 @@ class Resizing:
             raise BadImage(f"{width} × {height} pixels are too long a strip")
         return self.grids.size_of(height, width)
 
+    @decoding(BadImage)
     def cut(self, image: Image.Image) -> torch.Tensor:
         """Return the patches of an image, as `PatchGrids.cut` does."""
-        return self.grids.cut(torch.from_numpy(np.array(decoded(image))).permute(2, 0, 1))
+        return self.grids.cut(torch.from_numpy(np.array(image)).permute(2, 0, 1))
 
     def rows(self, sizes: np.ndarray) -> np.ndarray:
         """Return the rows that images become, each of which is a token."""
@@ -111,26 +113,42 @@ class Resizing:
         return images
 
 
-def decoded(image: Image.Image) -> Image.Image:
-    """Return an image in RGB; raise BadImage if it cannot be decoded."""
-    try:
-        return image.convert("RGB")
-    except Exception as error:  # PIL's plugins raise errors of all kinds for damaged files
-        raise BadImage(one_line(error)) from error
-
-
+@decoding(BadImage)
 def open_image(data: bytes) -> Image.Image:
-    """Open an image and read its header; pixels are decoded when they are used.
+    """Decode an image as a viewer shows it, in RGB: its first frame, upright, on white.
+
+    It is turned as EXIF says. Greys of 16 bits are scaled to 8, as libpng and torchcodec do.
 
     Raises:
-        BadImage: it is in none of `FORMATS`, or its header is damaged.
+        BadImage: it is damaged, in none of `FORMATS`, without pixels, of more than Pillow's
+            ``MAX_IMAGE_PIXELS``, or in greys of 32 bits, which do not say what is white.
     """
-    try:
-        return Image.open(io.BytesIO(data), formats=sorted(set(FORMATS.values())))
-    except Image.UnidentifiedImageError as error:
-        raise BadImage("damaged, or not what its name says: Pillow finds no image") from error
-    except Exception as error:
-        raise BadImage(one_line(error)) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            file = Image.open(io.BytesIO(data), formats=sorted(set(FORMATS.values())))
+        except Image.UnidentifiedImageError as error:
+            line = "damaged, or not what its name says: Pillow finds no image"
+            raise BadImage(line) from error
+        if 0 in file.size:
+            raise BadImage(f"{file.width} × {file.height} pixels")
+        image = ImageOps.exif_transpose(file)
+    if image.mode.startswith("I;16") or (image.mode == "I" and file.format in ("PNG", "PPM")):
+        return _of_16_bits(image)
+    if image.mode in "IF":
+        raise BadImage(f"Pillow's mode {image.mode}: convert its greys of 32 bits to 8 or 16 bits")
+    if image.mode.endswith(("A", "a")) or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def _of_16_bits(image: Image.Image) -> Image.Image:
+    greys = np.asarray(image).astype(np.int32)
+    shown = ((greys + 128) // 257).astype(np.uint8)
+    if (transparent := image.info.get("transparency")) is not None:
+        shown[greys == transparent] = 255
+    return Image.fromarray(shown).convert("RGB")
 
 
 @lru_cache(maxsize=65536)

@@ -3,20 +3,19 @@
 """Sound files as mono waveforms of the encoder's sampling rate."""
 
 import io
-import warnings
 from dataclasses import dataclass
-from math import gcd
 
 import numpy as np
 import torch
-from scipy.io import wavfile
-from scipy.signal import resample_poly
 
 from examples.mimo.nemotron_vlm.data.sound_lengths import SAMPLING_RATE, SHORTEST, rows_of
-from examples.mimo.nemotron_vlm.energon.errors import BadSound, MissingPackage, one_line
+from examples.mimo.nemotron_vlm.energon.errors import BadSound, MissingPackage, decoding
 
-FLAC = b"fLaC"
-"""The first bytes of a FLAC file."""
+RATES = range(1000, 1_000_001)
+"""Samples in a second that a file may have."""
+
+LOUDEST = 16
+"""Largest sample: files of floats may exceed the full scale, 1, but not by more than 24 dB."""
 
 
 @dataclass(frozen=True)
@@ -28,24 +27,43 @@ class Listening:
 
     subsampling: int
 
+    @decoding(BadSound)
     def read(self, data: bytes) -> torch.Tensor:
         """Return the mean over channels, from -1 to 1, at the encoder's rate: float32 [samples].
 
-        Other rates are resampled by a polyphase filter.
+        It is read and resampled as by transformers' ``load_audio`` with soundfile and soxr.
 
         Raises:
-            BadSound: the file is damaged, of another format, or too short.
-            MissingPackage: it is FLAC, and soundfile is not installed.
+            BadSound: the file is damaged, of another format, or too short; its rate is none of
+                `RATES`; or a sample is no number, or above `LOUDEST`.
+            MissingPackage: soundfile or soxr is not installed.
         """
-        samples, rate = _decoded(data)
-        size = -(-len(samples) * SAMPLING_RATE // rate)
+        try:
+            import soundfile
+            import soxr
+        except (ImportError, OSError) as error:  # OSError: without its library in C
+            raise MissingPackage("sound needs soundfile, soxr: pip install '.[sound]'") from error
+        try:
+            with soundfile.SoundFile(io.BytesIO(data)) as file:
+                rate, count = file.samplerate, file.frames
+                samples = file.read(dtype="float32", always_2d=True).T
+        except soundfile.LibsndfileError as error:
+            line = f"neither FLAC nor WAV, or damaged: {error.error_string}"
+            raise BadSound(line) from error
+        if samples.shape[1] < count or _is_cut_short(data):
+            raise BadSound("damaged: the file is shorter than its header says")
+        if rate not in RATES:
+            raise BadSound(f"{rate} samples a second; from {RATES[0]} to {RATES[-1]} are read")
+        size = -(-samples.shape[1] * SAMPLING_RATE // rate)
         if size < SHORTEST:
             raise BadSound(f"{size} samples, of {SAMPLING_RATE} a second, are less than {SHORTEST}")
-        sound = samples.mean(axis=1)
+        if not (peak := np.abs(samples).max()) <= LOUDEST:  # nor is NaN
+            raise BadSound(f"a sample of {peak:g}: they are from -1 to 1, {LOUDEST} at most")
+        sound = samples.mean(axis=0) if len(samples) > 1 else samples[0]
         if rate != SAMPLING_RATE:
-            common = gcd(rate, SAMPLING_RATE)
-            sound = resample_poly(sound, SAMPLING_RATE // common, rate // common)
-        return torch.from_numpy(sound.astype(np.float32))
+            sound = soxr.resample(sound, rate, SAMPLING_RATE, quality="soxr_hq")
+            sound = np.pad(sound, (0, max(0, size - len(sound))))[:size]
+        return torch.from_numpy(np.ascontiguousarray(sound))
 
     def rows(self, sizes: np.ndarray) -> np.ndarray:
         """Return the rows that sounds become, each of which is a token."""
@@ -59,34 +77,11 @@ def picture_of(sound: torch.Tensor) -> torch.Tensor:
     return ((1 - loud) * (255 / 3)).byte().flip(0).expand(3, -1, -1)
 
 
-def _decoded(data: bytes) -> tuple[np.ndarray, int]:
-    """Return a file's samples, float64 [samples, channels] from -1 to 1, and its rate."""
-    try:
-        samples, rate = _flac(data) if data.startswith(FLAC) else _wav(data)
-    except (BadSound, MissingPackage):
-        raise
-    except Exception as error:  # of all kinds, for damaged files
-        raise BadSound(f"neither FLAC nor WAV, or damaged: {one_line(error)}") from error
-    return samples.reshape(len(samples), -1), rate
+def _is_cut_short(data: bytes) -> bool:
+    """Return whether a WAV file ends before its RIFF chunk does, which libsndfile passes over.
 
-
-def _wav(data: bytes) -> tuple[np.ndarray, int]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Reached EOF prematurely")
-        warnings.filterwarnings("ignore", "Chunk")
-        rate, samples = wavfile.read(io.BytesIO(data))
-    if samples.dtype.kind == "f":
-        return samples.astype(np.float64), rate
-    half = 1 << 8 * samples.itemsize - 1  # 24 bits are the upper ones of 32
-    return (samples.astype(np.float64) - half * (samples.dtype.kind == "u")) / half, rate
-
-
-def _flac(data: bytes) -> tuple[np.ndarray, int]:
-    try:
-        import soundfile
-    except ModuleNotFoundError as error:
-        raise MissingPackage("FLAC needs soundfile: pip install '.[flac]'") from error
-    try:
-        return soundfile.read(io.BytesIO(data))
-    except soundfile.LibsndfileError as error:
-        raise BadSound(error.error_string) from error
+    A file that was written to a pipe gives no length: all bits are set. The last byte may be
+    padding, which some programs count and do not write.
+    """
+    length = int.from_bytes(data[4:8], "little")
+    return data[:4] == b"RIFF" and len(data) - 7 < length < (1 << 32) - 1

@@ -30,7 +30,14 @@ from tqdm import tqdm
 
 from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder, read_files
-from examples.mimo.nemotron_vlm.energon.errors import UNUSABLE, Excluded, UnreadFormat, one_line
+from examples.mimo.nemotron_vlm.energon.errors import (
+    UNUSABLE,
+    BadConversation,
+    Excluded,
+    MissingPackage,
+    UnreadFormat,
+    one_line,
+)
 from examples.mimo.nemotron_vlm.energon.records import kind_of
 from examples.mimo.nemotron_vlm.energon.store import DataSet
 from examples.mimo.nemotron_vlm.energon.videos import Extent
@@ -249,9 +256,14 @@ class _Shards(Dataset):
                     (KINDS.index(each.kind), *each.extent, checksum(file.data))
                     for each, file in zip(decoded, files, strict=True)
                 ]
-            except UNUSABLE as error:
-                state = rows[0, place] = STATES.index(error.kind)
-                bad.append(BadSample(index, dataset.name(index), int(state), one_line(error)))
+            except (KeyboardInterrupt, SystemExit, MissingPackage):
+                raise
+            except BaseException as error:  # a tokenizer in Rust panics with no Exception
+                kind, reason = BadConversation.kind, f"{type(error).__name__}: {one_line(error)}"
+                if isinstance(error, UNUSABLE):
+                    kind, reason = error.kind, one_line(error)
+                state = rows[0, place] = STATES.index(kind)
+                bad.append(BadSample(index, dataset.name(index), int(state), reason))
                 digest.update(f"{place} {state}\n".encode())
         return rows, np.array(media, MEDIA), bad, digest.hexdigest()
 

@@ -15,11 +15,10 @@ from examples.mimo.nemotron_vlm.data.clip_grids import ClipGrids, sampled_frames
 from examples.mimo.nemotron_vlm.energon.errors import (
     BadClip,
     BadImage,
-    BadMedium,
     MissingPackage,
-    one_line,
+    decoding,
 )
-from examples.mimo.nemotron_vlm.energon.images import LONGEST, decoded, open_image
+from examples.mimo.nemotron_vlm.energon.images import LONGEST, open_image
 
 MP4 = b"ftyp"
 """Bytes 4 to 7 of an MP4 file."""
@@ -49,6 +48,7 @@ class Watching:
     frames: int | None = None
     fps: float | None = None
 
+    @decoding(BadClip)
     def read(self, files: Sequence[bytes], fps: float) -> tuple[Extent, torch.Tensor]:
         """Return the extent of a clip, and its tubelets as `ClipGrids.cut` returns them.
 
@@ -63,35 +63,34 @@ class Watching:
         extent, frames = self.frames_of(files, fps)
         return extent, self.grids.cut(torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2))
 
+    @decoding(BadClip)
     def frames_of(self, files: Sequence[bytes], fps: float) -> tuple[Extent, list[np.ndarray]]:
-        """Return the extent of a clip, and the frames that are taken, uint8 [H, W, 3] each."""
+        """Return the extent of a clip, and the frames that are taken, upright: uint8 [H, W, 3]."""
         if files[0][4:8] == MP4:
             with _opened(files[0]) as (container, stream):
-                rate, size = float(stream.average_rate or 0), (stream.width, stream.height)
-                extent, chosen = self._extent(_count(container, stream), rate, size)
+                count, fps = _count(container, stream), float(stream.average_rate or 0)
+                chosen = self._taken(count, fps)
                 wanted, numbered = set(chosen), enumerate(container.decode(stream))
-                frames = [f.to_ndarray(format="rgb24") for n, f in numbered if n in wanted]
+                frames = [_upright(frame) for number, frame in numbered if number in wanted]
         else:
-            first = _frame(files, 0)  # which is always taken
-            extent, chosen = self._extent(len(files), fps, first.shape[1::-1])
-            frames = [first, *(_frame(files, number) for number in chosen[1:])]
+            count, chosen = len(files), self._taken(len(files), fps)
+            frames = [_frame(files, number) for number in chosen]
         shapes = {frame.shape for frame in frames}
         if len(frames) != len(chosen) or len(shapes) != 1:
             raise BadClip(f"{len(frames)} of {len(chosen)} frames, of {len(shapes)} sizes")
-        return extent, frames
+        height, width, _ = frames[0].shape
+        if max(self.grids.grid_of(height, width)) > LONGEST:
+            raise BadClip(f"{width} × {height} pixels are too long a strip")
+        return Extent(self.grids.size_of(len(chosen), height, width), count, fps), frames
 
-    def _extent(self, count: int, fps: float, size: tuple[int, int]) -> tuple[Extent, list[int]]:
-        """Return the extent of a clip by its frames, those of a second, and their width and height;
-        and the numbers of the frames that are taken.
-        """
+    def _taken(self, count: int, fps: float) -> list[int]:
+        """Return the numbers of the frames that are taken of so many; raise BadClip if unfit."""
         if self.fps and not self.frames and not fps:
             raise BadClip('needs "fps" in its json, as frames in a second are asked for')
-        chosen, (width, height) = self._chosen(count, fps).tolist(), size
-        if not chosen:
-            raise BadClip("has no frames")
-        if max(-(-len(chosen) // self.grids.tubelet), *self.grids.grid_of(height, width)) > LONGEST:
-            raise BadClip(f"{len(chosen)} frames of {width} × {height} pixels are too many or long")
-        return Extent(self.grids.size_of(len(chosen), height, width), count, fps), chosen
+        chosen = self._chosen(count, fps).tolist() if count else []
+        if not 0 < len(chosen) <= LONGEST * self.grids.tubelet:
+            raise BadClip(f"{len(chosen)} frames: from 1 to {LONGEST * self.grids.tubelet} fit")
+        return chosen
 
     def labels(self, extent: Extent) -> list[str]:
         """Return what the released processor writes before each tubelet of a clip."""
@@ -112,9 +111,15 @@ class Watching:
 
 def _frame(files: Sequence[bytes], number: int) -> np.ndarray:
     try:
-        return np.array(decoded(open_image(files[number])))
+        return np.array(open_image(files[number]))
     except BadImage as error:
         raise BadClip(f"frame {number + 1}: {error}") from error
+
+
+def _upright(frame: Any) -> np.ndarray:
+    """Return a frame's pixels, turned by quarters as its display matrix says, like torchcodec."""
+    degrees = frame.rotation if abs(frame.rotation) <= 180 else 0  # a matrix of zeros has none
+    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), round(degrees / 90)))
 
 
 def _count(container: Any, stream: Any) -> int:
@@ -133,10 +138,7 @@ def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
         import av
     except ModuleNotFoundError as error:
         raise MissingPackage("MP4 needs PyAV: pip install '.[mp4]'") from error
-    try:
-        with av.open(io.BytesIO(data)) as container:
-            yield container, container.streams.video[0]
-    except BadMedium:
-        raise
-    except Exception as error:  # of all kinds, for damaged files
-        raise BadClip(one_line(error)) from error
+    with av.open(io.BytesIO(data)) as container:
+        if not container.streams.video:
+            raise BadClip("an MP4 file without video")
+        yield container, container.streams.video[0]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from PIL import Image
 
@@ -21,7 +22,6 @@ from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.data.rows import COUNTED
 from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.data.sound_lengths import SAMPLING_RATE
-from examples.mimo.nemotron_vlm.energon import sounds
 from examples.mimo.nemotron_vlm.energon.__main__ import main
 from examples.mimo.nemotron_vlm.energon.errors import BadClip, BadSound, MissingPackage
 from examples.mimo.nemotron_vlm.energon.sounds import Listening
@@ -69,7 +69,7 @@ def wav(samples: np.ndarray, rate: int = SAMPLING_RATE, width: int = 2) -> bytes
 
 def flac(samples: np.ndarray, rate: int = SAMPLING_RATE) -> bytes:
     file = io.BytesIO()
-    pytest.importorskip("soundfile").write(file, samples, rate, format="FLAC")
+    soundfile.write(file, samples, rate, format="FLAC")
     return file.getvalue()
 
 
@@ -168,17 +168,18 @@ class TestSamplesWithSound:
         assert "bad sound: 5" in printed and "a.tar/1: sound 1: " in printed
         assert "319 samples, of 16000 a second, are less than 320" in printed
 
-    def test_of_flac_need_a_package(self, shards, tmp_path, monkeypatch, capsys):
-        monkeypatch.delitem(sys.modules, "soundfile", raising=False)
-        (tmp_path / "soundfile.py").write_text("raise ModuleNotFoundError")
+    @pytest.mark.parametrize("package", ["soundfile", "soxr"])
+    def test_need_packages(self, shards, tmp_path, monkeypatch, capsys, package):
+        monkeypatch.delitem(sys.modules, package, raising=False)
+        (tmp_path / f"{package}.py").write_text("raise ModuleNotFoundError")
         monkeypatch.syspath_prepend(tmp_path)
         talk = json.dumps({"caption": "low", "prompt": "hear"}).encode()
-        make_shard(tmp_path, [{"json": talk, "flac": b"fLaC"}], CRUDE)
+        make_shard(tmp_path, [{"json": talk, "wav": wav(tone(4000))}], CRUDE)
         arguments = ["--tokenizer-model", str(shards / "tokenizer"), "--model", "tiny-omni"]
         for workers in "01":
             assert main([str(tmp_path), *arguments, "--workers", workers]) == 2
             refused = capsys.readouterr().err.splitlines()[-1]
-            assert refused == "error: FLAC needs soundfile: pip install '.[flac]'"
+            assert refused == "error: sound needs soundfile, soxr: pip install '.[sound]'"
 
 
 SHADES = [0, 60, 120, 180, 240]
@@ -286,7 +287,7 @@ def test_media_are_opened_once_and_stand_in_the_texts_order(shards, tmp_path, mo
     opened = source(tmp_path, tokenizer, encoder=omni(tokenizer), seq_length=256)
     assert opened.left_out("train") == {"bad video": 1}
     numbers = {len(opened.sizes("train", n, 1, IMAGES)[0]): n for n in range(2)}
-    counted = [(Image, "open"), (Image.Image, "convert"), (sounds.wavfile, "read")]
+    counted = [(Image, "open"), (Image.Image, "convert"), (soundfile.SoundFile, "read")]
     if kind == "file":
         counted.append((pytest.importorskip("av"), "open"))
     for owner, name in counted:
@@ -301,11 +302,11 @@ def test_media_are_opened_once_and_stand_in_the_texts_order(shards, tmp_path, mo
     text = opened.text("train", numbers[3])
     assert not reads.images and not calls
     (heard,) = opened.inputs("train", numbers[3], SOUND)
-    assert len(heard) == 4000 and calls == {"scipy.io.wavfile.read": 1}
+    assert len(heard) == 4000 and calls == {"SoundFile.read": 1}
     inputs = opened.inputs("train", numbers[3], IMAGES)
     assert [each.ndim for each in inputs] == [4, 3, 4]
     images = 1 + 2 + (len(SHADES) if kind == "images" else 0)
-    wanted = {"PIL.Image.open": images, "Image.convert": images, "scipy.io.wavfile.read": 1}
+    wanted = {"PIL.Image.open": images, "Image.convert": images, "SoundFile.read": 1}
     assert calls == wanted | ({"av.open": 1} if kind == "file" else {})
     sizes = np.array([GRIDS.size_of(24, 32), CLIPS.size_of(1, 24, 32)])
     image_rows, tubelet_rows = GRIDS.rows(sizes).tolist()
