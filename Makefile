@@ -23,7 +23,9 @@ MODEL := --model tiny-omni --dynamic-resolution --encoder images:tp=2,dp=4 --enc
 	--seq-length 48 --train-iters 400
 SURVEY := --model tiny-omni --dynamic-resolution
 else
-MODEL := --model tiny --encoder tp=2,dp=4 --seq-length 32 --train-iters 350
+MODEL := --model tiny --encoder tp=2,dp=4
+# Strips of one or two digits fit 16 tokens: they are learned surely, and in shorter steps.
+MODEL += $(if $(filter digits,$(DATA)),--seq-length 16 --train-iters 500,--seq-length 32 --train-iters 350)
 SURVEY :=
 endif
 TRAIN_ARGS ?= $(MODEL) --device cpu --placement colocated \

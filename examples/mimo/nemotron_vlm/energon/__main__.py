@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         encoder = make_encoder(given, preset_of(given))
         for split in PARTS:
             try:
-                datasets = open_split(given.path, split).datasets
+                _, datasets, part = open_split(given.path, split)
             except EmptySplit as error:
                 print(error)
                 continue
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
                 if given.again or load_survey(dataset, encoder, given.surveys) is None:
                     make_survey(dataset, encoder, given.surveys, given.workers)
                 survey = load_survey(dataset, encoder, given.surveys)
-                print(describe(dataset, survey, split, given, encoder))
+                print(describe(dataset, survey, part, given, encoder))
     except (UserError, ValueError, OSError) as error:
         # A process of its own sends its traceback along; some errors have no text.
         line = (str(error).splitlines() or [type(error).__name__])[-1]

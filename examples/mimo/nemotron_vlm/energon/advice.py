@@ -51,7 +51,7 @@ def advise(survey: Survey, encoder: Encoder, chosen: np.ndarray, packing: Packin
             option, grids = "--dynamic-resolution-max-patches", pixels.grids
             # Grids are rounded, also beyond bounds.
             inputs = np.minimum(sizes * grids.pixel_shuffle**2, grids.max_patches)
-        rows = [[option, "images of full size", "99 % of samples have at most"]]
+        rows = [[option, "images as large as now", "99 % of samples have at most"]]
         for bound in dict.fromkeys(_percentiles(inputs)):
             most = sizes[inputs <= bound].max()
             saved = np.maximum(sizes - most, 0) * encoder.tokens_per_tile
@@ -61,6 +61,9 @@ def advise(survey: Survey, encoder: Encoder, chosen: np.ndarray, packing: Packin
         tables.append(table(rows))
         bound = next(n for n in _percentiles(inputs) if (inputs <= n).mean() >= KEPT)
         advice += f" {option} {bound}"
+        if not isinstance(pixels, Tiling):
+            now = f"{pixels.grids.max_patches} patches"
+            tables[-1] += f"\nthis survey's own bound, {now}, has shrunk images that are larger"
     lines = [f"  {line}".rstrip() for text in tables for line in text.splitlines()]
     return [*lines, f"  recommended: {advice}, which {KEPT:.0%} of samples and images fit"]
 

@@ -239,10 +239,11 @@ class DataSet:
 
 
 class Split(NamedTuple):
-    """A split: how its data sets share the samples, and the data sets."""
+    """A split: how its data sets share the samples, the data sets, and energon's name for it."""
 
     mode: Mode
     datasets: list[DataSet]
+    part: str
 
 
 def open_split(path: str | Path, split: str) -> Split:
@@ -279,7 +280,7 @@ def open_split(path: str | Path, split: str) -> Split:
                 raise ValueError("auxiliary data sets are not read")
             places = enumerate(loaded.datasets)
             datasets = [DataSet(entry, (str(path), split, number)) for number, entry in places]
-            return Split(MODES[loaded.blend_mode], datasets)
+            return Split(MODES[loaded.blend_mode], datasets, part)
     except Exception as error:  # energon asserts what the user got wrong
         line, kind = one_line(error), OSError if _may_pass(error) else ValueError
         raise kind(line if str(path) in line else f"{path}: {line}") from error
