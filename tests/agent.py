@@ -65,6 +65,8 @@ def _run(size: int, rank: Callable, arguments: tuple, given: dict, logs: str) ->
         print(failure, file=sys.stderr)
         print(f"rank {_first(failure, logs)} failed first", file=sys.stderr)
         return 1
+    finally:
+        gc.unfreeze()  # Triton's bindings report objects that the interpreter's end does not free
     return 0
 
 

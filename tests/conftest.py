@@ -10,6 +10,7 @@ Of rows that are marked with what they show, the first of each mark runs.
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,12 @@ import pytest
 
 _RANKS = re.compile(r"::Test(One|Two|Four|Eight)Ranks?\b")
 
+
+BEGUN, ALL_BEGUN = "TESTS_BEGUN", "all"
+"""Variable of the environment: a file of the tests that have begun; and its line after all."""
+
+BEFORE = frozenset(Path(os.environ[BEGUN]).read_text().splitlines() if BEGUN in os.environ else ())
+"""Tests that began in an earlier process; read before ranks are forked, which begin others."""
 
 # Otherwise PyTorch would compile Megatron's small functions for each shape of a test.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -82,8 +89,35 @@ class Recorder:
         self._write(record)
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print a failure at once, whatever ends the process later."""
+    if report.failed:
+        rank = f"[rank {os.environ.get('RANK', '0')}] "
+        text = f"\n{rank}FAILED {report.nodeid}\n{report.longreprtext}"
+        print(text, file=sys.__stderr__, flush=True)
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Note a test that begins, for `tests/run.py`."""
+    _note(nodeid)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Note that all tests have run."""
+    if not session.config.option.collectonly:
+        _note(ALL_BEGUN)
+
+
+def _note(line: str) -> None:
+    if (path := os.environ.get(BEGUN)) and os.environ.get("RANK", "0") == "0":
+        with open(path, "a") as file:
+            file.write(f"{line}\n")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out all rows but one, if asked to."""
+    """Leave out tests that began before the process was ended, and rows if asked to."""
+    items[:] = [item for item in items if item.nodeid not in BEFORE]
     if not config.getoption("once"):
         return
     first: dict[tuple, pytest.Item] = {}

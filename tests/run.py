@@ -16,10 +16,12 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TextIO
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CHECKOUT = REPOSITORY / "build" / ("next" if os.environ.get("NEXT") else "Megatron-LM")
-QUIET = ("-q", "-W", "ignore")
+QUIET = ("-q", "-W", "ignore", "--tb=no")  # failures are printed as they come
+BEGUN, ALL_BEGUN = "TESTS_BEGUN", "all"  # as tests/conftest.py has them
 LANES = (
     {
         "one rank": ("pytest", *QUIET, "tests/unit_tests"),
@@ -77,11 +79,25 @@ def _run(lane: dict[str, tuple[str, ...]], arguments: list[str], shared: Path) -
         command = [sys.executable, "-W", "ignore", "-m", *module, *arguments]
         with _log(shared, name).open("w") as log:
             said = None if name == SHOWN else log
-            done = subprocess.run(
-                command, cwd=REPOSITORY, env=environment, stdout=said, stderr=said
-            )
-        codes.append(done.returncode)
+            codes.append(_stage(command, environment, shared / f"{name}.begun", said))
     return codes
+
+
+def _stage(command: list[str], environment: dict, begun: Path, said: TextIO | None) -> int:
+    """Run a stage; where a test ends the process, start again with the tests after it.
+
+    Returns the exit code of the first process that failed, 0 if none did.
+    """
+    begun.touch()
+    failed = 0
+    while True:
+        before = begun.read_text()
+        environment |= {BEGUN: str(begun)}
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=said, stderr=said)
+        failed = failed or (done.returncode not in PASSED and done.returncode)
+        after = begun.read_text()
+        if after == before or ALL_BEGUN in after.splitlines():
+            return int(failed)
 
 
 def _log(shared: Path, name: str) -> Path:

@@ -13,7 +13,6 @@ import gc
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -24,10 +23,10 @@ import torch.distributed as dist
 
 from tests.unit_tests.test_utilities import (
     COLLECTIVE_TIMEOUT,
-    HAVE_CUDA,
     Utils,
     no_global_parallel_state,
 )
+from tests.unit_tests.watchdog import watched
 
 TESTS_A_COLLECTION = 10
 """Tests between two collections of garbage. The garbage holds groups, and a thread of each gloo
@@ -35,9 +34,6 @@ group wakes up a hundred times a second: hundreds of groups take all the time th
 
 _stderr = sys.__stderr__
 """The stream for reports of hangs, taken before a test: pytest captures stderr during one."""
-
-TEST_TIMEOUT_S = 600 if HAVE_CUDA else 240
-"""Limit of a whole test with all its collectives; a hang outside of collectives ends here."""
 
 
 @pytest.hookimpl(trylast=True)
@@ -121,14 +117,10 @@ def _aux_loss_scale_forgotten() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item):
-    """End the process, with its stacks, when a test hangs."""
-    watchdog = threading.Timer(TEST_TIMEOUT_S, _end, [f"{item.nodeid}: over {TEST_TIMEOUT_S} s"])
-    watchdog.daemon = True
-    watchdog.start()
-    try:
+    """End the process, with its stacks, when a test makes no progress."""
+    launcher = os.getppid() if Utils.world_size > 1 else None
+    with watched(lambda reason: _end(f"{item.nodeid}: {reason}"), launcher):
         return (yield)
-    finally:
-        watchdog.cancel()
 
 
 def _end(reason: str) -> None:
@@ -153,7 +145,6 @@ class RankAgreement:
     def __init__(self) -> None:
         self._store = dist.PrefixStore("pytest", Utils.store())
         self._failed: list[str] = []
-        self._untold = ""
         self._tests = 0
         self._any_failed = False
 
@@ -167,11 +158,6 @@ class RankAgreement:
 
     def _note_failure(self, report) -> None:
         self._failed.append(report.nodeid)
-        text = f"[rank {Utils.rank}] FAILED {report.nodeid}\n{report.longreprtext}\n"
-        if Utils.rank > 0:
-            print(text, file=sys.__stderr__, flush=True)
-        else:
-            self._untold = text  # pytest tells it at the end
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
@@ -201,7 +187,6 @@ class RankAgreement:
         try:
             self._store.wait(keys, COLLECTIVE_TIMEOUT + timedelta(seconds=5))
         except dist.DistStoreError:
-            print(self._untold, file=sys.__stderr__, flush=True)
             late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             _dump_stacks(late)
             _end(f"ranks {late} did not reach the end of {where}")

@@ -5,6 +5,7 @@
 They are made where there is no CPU runtime yet: programs install it.
 """
 
+import atexit
 import gc
 from argparse import ArgumentParser
 
@@ -28,4 +29,5 @@ def _read_once(factory: argument_utils.ArgumentGroupFactory, config: type) -> di
 argument_utils.ArgumentGroupFactory._get_field_docstrings = _read_once
 add_megatron_arguments(ArgumentParser())
 gc.collect()
+atexit.register(gc.unfreeze)  # Triton's bindings would report what is left
 gc.freeze()  # a forked process frees its model quickly then
