@@ -1,221 +1,161 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Staging on a miniature upstream: what the branch holds, and that all else stays as it was."""
+"""Staging: the features are whole, and a branch has them and leaves the checkout alone."""
 
-from pathlib import Path
+import re
+import shutil
+from fnmatch import fnmatchcase
 
 import pytest
 
-from mini import HEADER, UPSTREAM, Result, World, edit, git, run, snapshot, write_tree
-from staging import __main__ as program
-from staging import stage as staging
+from mini import (
+    HEADER,
+    NEXT,
+    REPOSITORY,
+    UPSTREAM,
+    World,
+    edit,
+    git,
+    make_repository,
+    run,
+    snapshot,
+    write_tree,
+)
+from overlay.patchset import PatchSet
+from overlay.source import module_name
+from staging import __main__ as staging
 from staging.features import Features
+from test_import_circles import imports
 
-OURS = "# Copyright (c) 2026, Megatron MIMO overlay contributors.\n"
-FEATURES = """
-header = "# Upstream's line"
+PATCHSET = PatchSet(REPOSITORY)
+FEATURES = Features(PATCHSET, PATCHSET.lock.next)
+OF = {path: FEATURES.patterns[FEATURES.pattern(path) or ""] for path in FEATURES.sources}
+MODULES = {module_name(path): name for path, name in OF.items() if name and path.endswith(".py")}
+
+
+def test_every_file_and_patch_is_of_one_feature():
+    used = {FEATURES.pattern(path) for path in FEATURES.sources}
+    assert used == FEATURES.patterns.keys(), "each pattern decides about a path"
+    for path in FEATURES.sources:
+        fit = sorted(len(pattern) for pattern in used if fnmatchcase(path, pattern))
+        assert fit.count(fit[-1]) == 1, path
+    patches = "".join(FEATURES.patch(name).decode() for name in FEATURES.by_name)
+    series = b"".join(PATCHSET.series(PATCHSET.lock.next).values()).decode()
+    assert patches.count("\n+++ b/") == series.count("\n+++ b/")
+
+
+@pytest.mark.parametrize("name", FEATURES.by_name)
+def test_imports_lie_within_a_feature_and_what_it_needs(name):
+    """Those in functions, tests and patches count too."""
+    below = FEATURES.stack(name)
+    used = re.findall(rb"^\+\s*(?:from|import) ([\w.]+)", FEATURES.patch(name), re.MULTILINE)
+    found = {module.decode() for module in used} & MODULES.keys()
+    for path in (path for path, one in OF.items() if one == name and path.endswith(".py")):
+        found |= imports(FEATURES.sources[path], module_name(path), MODULES.keys())
+    assert [module for module in found if MODULES[module] not in below] == []
+
+
+def test_the_patches_of_a_feature_apply_upon_what_it_needs(upstreams, tmp_path):
+    """A release lacks the examples."""
+    features = FEATURES if NEXT else Features(PATCHSET)
+    left_out = () if NEXT else ("--exclude=examples/*",)
+    patches = {name: features.patch(name) for name in features.by_name}
+    for path in set(re.findall(r"^\+\+\+ b/(.+)", b"".join(patches.values()).decode(), re.M)):
+        if (upstreams / path).exists():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(upstreams / path, tmp_path / path)
+    make_repository(tmp_path, {})
+    for name in patches:
+        for one in features.stack(name):
+            staging.git(tmp_path, "apply", "--allow-empty", *left_out, stdin=patches[one])
+        git(tmp_path, "reset", "-q", "--hard")
+
+
+DATA = """
 [landing]
 "helpers.py" = "other_helpers.py"
 [stays]
 "only_here.py" = "a reason"
-[feature.second]
+[first]
+text = '''The first
+What it is, on
+two lines.'''
+files = ["replaced.py"]
+tests = ["helpers.py", "test_first.py"]
+[second]
+text = "The second"
 needs = ["first"]
 files = ["new/*", "examples/*"]
 tests = ["test_second.py"]
-[feature.first]
-files = ["replaced.py"]
-tests = ["helpers.py", "test_first.py"]
-[feature.alone]
 """
-PAGE = """
-### The second (`second`)
-
-The what, on
-two lines.
-
-The why.
-
-## Others
-
-### The first (`first`)
-
-The what.
-
-### Alone (`alone`)
-
-Text.
-"""
-DATA = "tools/staging/features.toml"
-TESTS = {
-    "tests/unit_tests/helpers.py": "x = 1\n",
-    "tests/unit_tests/test_first.py": OURS + "from tests.unit_tests.helpers import x\n",
-    "tests/unit_tests/only_here.py": "",
-    "tools/staging/fix_tests/test_second.py": "",
-    DATA: FEATURES,
-    "docs/contributor/upstream-features.md": PAGE,
-}
-THEIRS = {"tests/unit_tests/helpers.py": "upstream's\n"}
+PASSES = "from tests.unit_tests.helpers import x\ndef test_it(): assert x == 1\n"
 
 
 @pytest.fixture
-def staged(world: World, monkeypatch) -> World:
-    """A git checkout, and formatters that do nothing."""
-    world.as_git(UPSTREAM | THEIRS)
-    write_tree(world.root, TESTS)
+def world(world: World, monkeypatch) -> World:
+    world.as_git(UPSTREAM | {"tests/unit_tests/helpers.py": "upstream's\n"})
+    tests = {"helpers": "x = 1\n", "only_here": "", "test_first": PASSES, "test_second": "x = 1\n"}
+    files = {f"tests/unit_tests/{name}.py": text for name, text in tests.items()}
+    write_tree(world.root, files | {"tools/staging/features.toml": DATA})
     for name in ("0001-first", "0002-second"):
         path = world.root / f"patches/{name}.patch"
         path.write_text(path.read_text().replace("Feature: testing", f"Feature: {name[5:]}"))
-    world.lock()
-    monkeypatch.setattr(staging, "FORMATTERS", {})
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     return world
 
 
-def stage(world: World, *args: str) -> Result:
-    return run("--root", world.root, world.checkout, *args, program=program.main)
+def stage(world: World, *args: str):
+    return run("--root", world.root, world.checkout, *args, program=staging.main)
 
 
-def at(world: World, path: str, revision: str = "pr") -> str:
-    return git(world.checkout, "show", f"{revision}:{path}")
-
-
-def state(world: World) -> list:
-    """All of the checkout but the branches that it may get."""
-    commands = ["symbolic-ref HEAD", "rev-parse HEAD", "ls-files --stage", "worktree list"]
-    files = {k: v for k, v in snapshot(world.checkout).items() if not k.startswith(".git")}
-    return [files, *(git(world.checkout, *command.split()) for command in commands)]
-
-
-def test_a_feature_comes_upon_those_that_it_needs_and_leaves_the_checkout_alone(staged):
-    before = state(staged)
-    assert stage(staged, "second", "--branch", "pr").code == 0
-    assert state(staged) == before
-    log = git(staged.checkout, "log", "--reverse", "--format=%s", "main..pr").splitlines()
-    assert log == ["The first", "The second"]
-    body = git(staged.checkout, "log", "-1", "--format=%b", "pr")
-    signed = "Signed-off-by: A. Contributor <a@example.org>"
-    assert all(
-        text in body for text in ("on two lines.\n\nThe why.", "a test", "Depends on: first")
-    )
-    assert "these fail:\ntests/unit_tests/test_second.py" in body and body.endswith(signed)
-    assert "A_ten_and_a_half" in at(staged, "megatron/core/a.py")
-    assert at(staged, "megatron/core/new/deep/module.py") == "new_module"
-    assert git(staged.checkout, "ls-tree", "pr", "examples/mimo/run.py").startswith("100755")
-
-    # The first has nothing of the second, and lands beside upstream's tests.
-    changed = git(staged.checkout, "diff", "--name-only", "main", "pr~1").splitlines()
+def test_a_feature_comes_upon_those_that_it_needs_and_leaves_the_checkout_alone(world):
+    write_tree(world.checkout, {"README.md": "edited\n"})
+    files = {path: what for path, what in snapshot(world.checkout).items() if ".git" not in path}
+    found = stage(world, "second", "--branch", "pr")
+    assert (found.code, found.errors) == (0, [])
+    at = lambda path: git(world.checkout, "show", path)  # noqa: E731
+    assert at("pr~2:README.md") == UPSTREAM["README.md"].strip() == at("main:README.md")
+    message = git(world.checkout, "log", "-1", "--format=%B", "pr~1")
+    assert message.startswith("The first\n\nWhat it is, on two lines.\n\na test\n\n")
+    assert "-m pytest --noconftest tests/unit_tests/test_first.py\n\nSigned-off-by: A" in message
+    assert "Depends on: first" in git(world.checkout, "log", "-1", "--format=%B", "pr")
+    changed = git(world.checkout, "diff", "--name-only", "pr~2", "pr~1").splitlines()
     core = ["megatron/core/a.py", "megatron/core/replaced.py", "megatron/core/sub/b.py"]
-    tests = ["tests/unit_tests/other_helpers.py", "tests/unit_tests/test_first.py"]
-    assert changed == core + tests
-    assert "A_three" in (text := at(staged, "megatron/core/a.py", "pr~1"))
-    assert "A_ten_and_a_half" not in text
-    assert at(staged, "megatron/core/replaced.py", "pr~1") == "ours_instead"
-    assert at(staged, "tests/unit_tests/other_helpers.py", "pr~1") == "x = 1"
-    test = at(staged, "tests/unit_tests/test_first.py", "pr~1")
-    assert test == f"# Upstream's line\n{OURS}from tests.unit_tests.other_helpers import x"
+    assert changed == [*core, "tests/unit_tests/other_helpers.py", "tests/unit_tests/test_first.py"]
+    test = at("pr:tests/unit_tests/test_first.py")
+    assert test.startswith("from tests.unit_tests.other_helpers import x")
+    assert "A_ten_and_a_half" in at("pr:megatron/core/a.py")
+    assert at("pr:megatron/core/new/deep/module.py") == "new_module"
+    after = {path: what for path, what in snapshot(world.checkout).items() if ".git" not in path}
+    assert after == files and len(git(world.checkout, "worktree", "list").splitlines()) == 1
 
 
-def test_all_stages_each_feature_once_or_makes_no_branch(staged):
-    assert "nothing" in stage(staged, "--branch", "pr").errors[0]  # to commit for one of them
-    assert git(staged.checkout, "branch", "--format=%(refname:short)") == "main"
-    write_tree(staged.root, {DATA: FEATURES.partition("[feature.alone]")[0]})
-    assert stage(staged, "--branch", "pr").code == 0
-    assert git(staged.checkout, "rev-list", "--count", "main..pr") == "2"
-
-
-FIRST = """
-import pathlib
-def test_that_the_first_is_here_and_the_second_is_not():
-    assert not pathlib.Path("megatron/core/new").exists()
-    assert "ours" in pathlib.Path("megatron/core/replaced.py").read_text()
-"""
-SKIPS = "import pytest\n@pytest.mark.skip\ndef test_that_skips():\n    pass\n"
+@pytest.mark.parametrize(("test", "code"), [(PASSES, 0), ("def test_it(): assert 0\n", 1)])
+def test_a_trial_runs_a_features_tests_in_a_tree_of_its_own(world, test, code):
+    write_tree(world.root, {"tests/unit_tests/test_first.py": test})
+    found = stage(world, "first", "--try")
+    assert (found.code, found.errors) == (code, ["error: tests fail: first"] * code)
+    assert git(world.checkout, "branch", "--format=%(refname:short)") == "main"
 
 
 @pytest.mark.parametrize(
-    ("feature", "test", "says"),
+    ("spoil", "code", "says"),
     [
-        ("first", FIRST, "1 passed"),
-        ("first", SKIPS, "FAILED: 1 skipped: "),
-        ("second", "def test_that_fails():\n    assert 0\n", "FAILED: 1 failed: "),
-    ],
-)
-def test_trying_runs_the_tests_of_each_feature_in_a_tree_of_its_own(
-    staged, monkeypatch, feature, test, says
-):
-    monkeypatch.setattr(staging, "LOGS", staged.base / "logs")
-    folder = {"first": "tests/unit_tests", "second": "tools/staging/fix_tests"}[feature]
-    write_tree(staged.root, {f"{folder}/test_{feature}.py": test})
-    found = stage(staged, feature, "--try")
-    (line,) = found.out
-    assert line.startswith(f"{feature} on 1 ranks: {says}")
-    assert found.code == int("FAILED" in says)
-    assert git(staged.checkout, "branch", "--format=%(refname:short)") == "main"
-
-
-def test_tests_that_are_skipped_on_every_number_of_ranks_fail_a_feature(staged, monkeypatch):
-    monkeypatch.setattr(staging, "LOGS", staged.base / "logs")
-    monkeypatch.setattr(
-        Features, "commands", lambda *_: dict.fromkeys((1, 2), "echo 1 skipped in 0s")
-    )
-    found = stage(staged, "first", "--try")
-    assert found.code == 1
-    assert found.out[0] == "first on 1 ranks: 1 skipped"
-    assert found.out[1].startswith("first on 2 ranks: FAILED: 1 skipped: ")
-
-
-def commit_edit(path: str, old: str, new: str):
-    def spoil(world: World) -> None:
-        world.replace(path, old, new)
-        git(world.checkout, "commit", "-aqm", "an edit")
-
-    return spoil
-
-
-def conflict(world: World) -> None:
-    """Let the second feature change what the first has changed, without needing it."""
-    diff = edit("megatron/core/a.py", "a_3", "a three").replace("-a_3", "-A_three")
-    world.patch("0003-third", diff, HEADER.replace("testing", "second"))
-    write_tree(world.root, {DATA: FEATURES.replace('needs = ["first"]', "")})
-    world.lock()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "code", "message"),
-    [
-        (lambda w: write_tree(w.checkout, {"README.md": "x"}), 5, "is not clean: README.md"),
-        (lambda w: git(w.checkout, "config", "--unset", "user.name"), 1, "git: fatal: no name"),
-        (lambda w: git(w.checkout, "branch", "pr"), 1, "a branch named 'pr' already exists"),
-        (commit_edit("megatron/core/a.py", "a_1", "x"), 4, "core/a.py differs from"),
-        (lambda w: (w.checkout / ".git").rename(w.base / "x"), 3,
-         "is not the top of a git checkout"),
-        (commit_edit("megatron/core/package_info.py", "PATCH = 3", "PATCH = 9"), 3,
-         "is Megatron-LM 1.2.9; this overlay needs 1.2.3 or 1.2.4"),
-        (lambda w: write_tree(w.root, {DATA: FEATURES.replace("second", "other")}), 2,
-         "second: no such feature; there are first, alone, other"),
-        (conflict, 1, "second: 0003-third.patch does not apply to megatron/core/a.py alone"),
-        (lambda w: staging.FORMATTERS.update(no_such_formatter=""), 1,
-         "no_such_formatter missing"),
+        (lambda w: write_tree(w.root, {"tools/staging/features.toml": DATA.replace("second", "2")}),
+         2, "second: no such feature; there are first, 2"),
+        (lambda w: git(w.checkout, "config", "--unset", "user.name"), 1, "no name was given"),
+        (lambda w: git(w.checkout, "branch", "pr"), 1, "already exists"),
+        (lambda w: (w.checkout / ".git").rename(w.base / "x"), 1, "not a git repository"),
+        (lambda w: w.patch("0003-third", edit("megatron/core/a.py", "a_3", "x"),
+                           HEADER.replace("testing", "second")),
+         1, "second: git apply: error: megatron/core/a.py: patch does not apply"),
     ],
 )  # fmt: skip
-def test_refusals_are_one_line_and_make_no_branch(staged, monkeypatch, spoil, code, message):
+def test_refusals_are_a_line_and_make_no_branch(world, monkeypatch, spoil, code, says):
     for name in ("AUTHOR", "COMMITTER"):
         monkeypatch.delenv(f"GIT_{name}_NAME", raising=False)
-    spoil(staged)
-    found = stage(staged, "second", "--branch", "pr")
-    assert (found.code, len(found.out)) == (code, 0)
-    assert message in found.errors[0]
-    if code != 3 and "exists" not in message:
-        assert git(staged.checkout, "branch", "--format=%(refname:short)") == "main"
-
-
-def test_formatters_leave_files_that_upstream_left(tmp_path: Path):
-    settings = '[tool.black]\nskip_string_normalization = true\n[tool.isort]\nprofile = "black"\n'
-    files = {"pyproject.toml": settings, "ours.py": "x = f( 'a' )\n", "theirs.py": "import b, a\n"}
-    write_tree(tmp_path, files)
-    for tool, expected in (("isort", {"theirs.py"}), ("black", set())):
-        left = staging._unformatted(tmp_path, tool, ["theirs.py"])
-        assert left == expected
-        staging._format(tmp_path, tool, [path for path in files if path not in left])
-    assert (tmp_path / "ours.py").read_text() == "x = f('a')\n"
-    assert (tmp_path / "theirs.py").read_text() == "import b, a\n"
+    spoil(world)
+    found = stage(world, "second", "--branch", "pr")
+    assert (found.code, found.out) == (code, []) and says in found.errors[0]
+    if "git" not in says and "exists" not in says:
+        assert git(world.checkout, "branch", "--format=%(refname:short)") == "main"

@@ -3,53 +3,104 @@
 """Entry point: ``python tools/staging CHECKOUT``, by ``stage_upstream_pr.sh``."""
 
 import argparse
-import signal
+import contextlib
+import os
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from command_line import Parser  # noqa: E402
-from overlay.checkout import Checkout  # noqa: E402
 from overlay.cli import REPOSITORY, reported  # noqa: E402
-from overlay.errors import FAILED  # noqa: E402
+from overlay.errors import FAILED, USAGE, OverlayError  # noqa: E402
 from overlay.patchset import PatchSet  # noqa: E402
 from staging.features import Features  # noqa: E402
-from staging.stage import Staging, try_each  # noqa: E402
+
+CPU_RUNTIME = "megatron/core/cpu_runtime/"
+PYTHON_311 = b"import typing, typing_extensions\ntyping.override = typing_extensions.override\n"
+"""Upstream needs Python 3.12, for this name only."""
+
+
+def git(folder: Path, *args: str, stdin: bytes = b"") -> str:
+    """Run git, without the hooks of the user, who must have a name to sign off with."""
+    settings = ("-c", "user.useConfigOnly=true", "-c", f"core.hooksPath={os.devnull}")
+    done = subprocess.run(["git", *settings, *args], cwd=folder, input=stdin, capture_output=True)
+    if done.returncode:
+        said = (done.stderr or done.stdout).decode().strip()
+        raise OverlayError(FAILED, f"git {args[0]}: {said.splitlines()[-1] if said else 'failed'}")
+    return done.stdout.decode().strip()
+
+
+def write(tree: Path, files: dict[str, bytes]) -> None:
+    for path, data in files.items():
+        (tree / path).parent.mkdir(parents=True, exist_ok=True)
+        (tree / path).write_bytes(data)
+
+
+@contextlib.contextmanager
+def staged(features: Features, checkout: Path, *names: str) -> Iterator[Path]:
+    """Provide a temporary worktree of HEAD with a commit for each feature and what it needs.
+
+    Raises:
+        OverlayError: a patch does not apply, or git refuses something else.
+    """
+    with tempfile.TemporaryDirectory(prefix="staging-") as folder:
+        tree = Path(folder, "tree")
+        git(checkout, "worktree", "add", "--quiet", "--detach", str(tree), "HEAD")
+        try:
+            for name in features.stack(*names):
+                try:
+                    git(tree, "apply", "--allow-empty", stdin=features.patch(name))
+                except OverlayError as error:
+                    raise OverlayError(FAILED, f"{name}: {error.lines[0]}") from None
+                write(tree, features.files_of(name))
+                git(tree, "add", "--force", "--all")
+                git(tree, "commit", "--quiet", "--signoff", "-m", features.message(name))
+            yield tree
+        finally:
+            git(checkout, "worktree", "remove", "--force", str(tree))
+
+
+def fails(features: Features, checkout: Path, name: str) -> bool:
+    """Run a feature's tests upon what it needs, and upon our CPU runtime without a GPU."""
+    variables = {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    lent = {p: s.read_bytes() for p, s in features.sources.items() if p.startswith(CPU_RUNTIME)}
+    with staged(features, checkout, name) as tree:
+        write(tree, lent | {"sitecustomize.py": PYTHON_311})
+        how = {"cwd": tree, "env": os.environ | variables}
+        return any(subprocess.run(c.split(), **how).returncode for c in features.commands(name))
 
 
 def _run(options: argparse.Namespace) -> int:
-    version = Checkout(options.checkout).version if options.checkout else ""
-    features = Features(PatchSet(options.root), version)
-    if options.list:
-        print("\n".join(f"{one.name}: {one.title}" for one in features.by_name.values()))
-        return 0
-    staging = Staging(features, options.checkout.resolve())
-    if options.branch:
-        print("\n".join(staging.stage(features.stack(*options.feature), options.branch)))
-        return 0
+    patchset = PatchSet(options.root)
+    features = Features(patchset, patchset.lock.next or "")
     names = options.feature or list(features.by_name)
-    return 0 if try_each(staging, features.named(names)) else FAILED
+    if unknown := [name for name in names if name not in features.by_name]:
+        known = ", ".join(features.by_name)
+        raise OverlayError(USAGE, f"{unknown[0]}: no such feature; there are {known}")
+    if options.branch:
+        with staged(features, options.checkout, *names) as tree:
+            git(tree, "branch", "--no-track", options.branch)
+    elif failed := [name for name in names if fails(features, options.checkout, name)]:
+        raise OverlayError(FAILED, f"tests fail: {', '.join(failed)}")
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return 0 if done, 1 if tests failed, else as apply_overlay.sh."""
-    parser = Parser(
-        prog="stage_upstream_pr.sh",
-        description="Make a branch for upstream on a clean git checkout, one commit a feature.",
-    )
+    """Return 0 if done, 1 if git refuses or tests fail, 2 for a wrong command line."""
+    what = "Stage features on HEAD of a git checkout: a commit each, upon those that it needs."
+    parser = Parser(prog="stage_upstream_pr.sh", description=what)
     parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
-    parser.add_argument("checkout", type=Path, nargs="?", metavar="CHECKOUT")
-    parser.add_argument("feature", nargs="*", metavar="FEATURE", help="default: all")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--branch", metavar="B", help="make this branch, which is new, of features")
-    what.add_argument("--try", action="store_true", help="run the tests of each, staged alone")
-    what.add_argument("--list", action="store_true", help="name the features")
+    parser.add_argument("checkout", type=Path, metavar="CHECKOUT")
+    parser.add_argument("feature", nargs="*", metavar="FEATURE", help="by default all")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--branch", metavar="B", help="make this branch, which is new")
+    which.add_argument("--try", action="store_true", help="run the tests of each")
     options = parser.parse_args(argv)
-    if not (options.checkout or options.list):
-        parser.error("CHECKOUT is needed")
-    # Ending this process must end the ranks of a trial, and leave no worktree.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return reported(lambda: _run(options))
 
 

@@ -1,159 +1,98 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The features of features.toml: what each needs, its files, patches and tests, and its text."""
+"""The features of features.toml: what each needs, its patches, files and tests, and its message."""
 
 import re
 import textwrap
 import tomllib
+from collections import defaultdict
 from dataclasses import dataclass, field
 from email import message_from_string
 from fnmatch import fnmatchcase
-from graphlib import TopologicalSorter
-from pathlib import Path
 
-from overlay.errors import USAGE, OverlayError
 from overlay.patchset import PatchSet
 from overlay.series import split
 
-DATA = "tools/staging/features.toml"
-PAGE = "docs/contributor/upstream-features.md"
-"""A section for each feature: its title, and the text of its PR."""
-TESTS = "tests/unit_tests"
-FIX_TESTS = "tools/staging/fix_tests"
-"""Tests of ours that fail without their feature; they are staged below upstream's `TESTS`, too."""
-
-CORE = "megatron/core/"
-_PLUGIN = f"{TESTS}/rank_agreement.py"
-_SECTION = re.compile(r"^### (.+) \(`([\w-]+)`\)\n\n((?:(?!#).*\n)+)", re.MULTILINE)
-_WORLD_SIZE = re.compile(r"(?:requires_world_size\(|^WORLD = )(\d+)", re.MULTILINE)
+TESTS = "tests/unit_tests/"
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One upstream PR; the fields are those of features.toml, and those of its section."""
+    """One upstream PR, with the fields of features.toml."""
 
-    name: str
-    title: str
     text: str
     needs: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     tests: list[str] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=lambda: [1])
 
 
 class Features:
-    """All features, in an order in which each follows those that it needs.
-
-    Of several patterns that a path fits, the longest one decides whose it is. Patches are those of
-    a version of the lock, by default the releases'. A feature of which that version has a patch's
-    header only is left out: upstream has it.
-    """
+    """All features, with the patches of a version of the lock, or of the releases."""
 
     def __init__(self, patchset: PatchSet, version: str = ""):
-        self.patchset = patchset
-        table = tomllib.loads((patchset.root / DATA).read_text())
-        self.landing: dict[str, str] = table.get("landing", {})
-        self.header: str = table.get("header", "")
-        self.stays: dict[str, str] = table.get("stays", {})
-        patches = {name: split(patch) for name, patch in patchset.series(version).items()}
-        headers = {
-            name: message_from_string(text.decode().strip()) for name, (text, _) in patches.items()
-        }
-        landed = {headers[name]["Feature"] for name, (_, diff) in patches.items() if not diff}
-        self.headers = {n: one for n, one in headers.items() if one["Feature"] not in landed}
-        page = (patchset.root / PAGE).read_text()
-        texts = {name: (title, text) for title, name, text in _SECTION.findall(page)}
-        there = {name: fields for name, fields in table["feature"].items() if name not in landed}
-        found = {
-            name: Feature(name, *texts.get(name, (name, "")), **fields)
-            for name, fields in there.items()
-        }
-        for one in found.values():
-            one.needs[:] = [name for name in one.needs if name not in landed]
-        order = TopologicalSorter({name: one.needs for name, one in found.items()})
-        self.by_name = {name: found[name] for name in order.static_order()}
-        self.tests = {
-            path.relative_to(patchset.root / folder).as_posix(): path
-            for folder in (TESTS, FIX_TESTS)
-            for path in sorted((patchset.root / folder).rglob("*.py"))
-        }
+        table = tomllib.loads((patchset.root / "tools/staging/features.toml").read_text())
+        moved = table.pop("landing").items()
+        self._landing = {TESTS + ours: TESTS + theirs for ours, theirs in moved}
+        self.patterns = {TESTS + pattern: "" for pattern in table.pop("stays")}
+        self.by_name = {name: Feature(**fields) for name, fields in table.items()}
+        for name, one in self.by_name.items():
+            self.patterns |= {TESTS + pattern: name for pattern in one.tests}
+            for pattern in one.files:
+                start = "" if pattern.startswith("examples/") else "megatron/core/"
+                self.patterns[start + pattern] = name
+        tests = sorted((patchset.root / TESTS).rglob("*.py"))
+        self.sources = patchset.overlay | {str(p.relative_to(patchset.root)): p for p in tests}
+        self._patches: dict[str, dict[str, bytes]] = defaultdict(dict)
+        for patch in patchset.series(version).values():
+            header, diff = split(patch)
+            fields = message_from_string(header.decode().strip())
+            self._patches[fields["Feature"]][fields["Description"]] = diff
 
-    def owner(self, path: str, kind: str) -> str:
-        """Return the feature that has a path among its `files` or `tests`; "" if none has."""
-        patterns = [(p, one.name) for one in self.by_name.values() for p in getattr(one, kind)]
-        patterns += [(pattern, "") for pattern in self.stays]
-        fit = [each for each in patterns if fnmatchcase(path.removeprefix(CORE), each[0])]
-        return max(fit, key=lambda each: len(each[0]), default=("", ""))[1]
+    def stack(self, *names: str) -> list[str]:
+        """Return features and what they need, each after what it needs."""
+        found = [[*self.stack(*self.by_name[name].needs), name] for name in names]
+        return list(dict.fromkeys(name for below in found for name in below))
 
-    def named(self, names: list[str]) -> list[Feature]:
-        """Return the features of these names; refuse an unknown one."""
-        if unknown := [name for name in names if name not in self.by_name]:
-            known = ", ".join(self.by_name)
-            raise OverlayError(USAGE, f"{unknown[0]}: no such feature; there are {known}")
-        return [self.by_name[name] for name in names]
+    def patch(self, name: str) -> bytes:
+        """Return the changes of a feature's patches, one after the other."""
+        return b"".join(self._patches[name].values())
 
-    def stack(self, *names: str) -> list[Feature]:
-        """Return features, by default all, and what they need, each after those that it needs."""
-        wanted, ahead = set(), self.named([*names] or [*self.by_name])
-        while ahead:
-            if (one := ahead.pop()).name not in wanted:
-                wanted.add(one.name)
-                ahead += self.named(one.needs)
-        return [one for one in self.by_name.values() if one.name in wanted]
+    def pattern(self, path: str) -> str:
+        """Return the longest pattern that a path fits: it decides whose the path is."""
+        return max((p for p in self.patterns if fnmatchcase(path, p)), key=len, default="")
 
-    def patches_of(self, feature: Feature) -> list[tuple[str, str]]:
-        """Return the names of a feature's patches, and their descriptions."""
-        return [
-            (name, " ".join(header["Description"].split()))
-            for name, header in self.headers.items()
-            if header["Feature"] == feature.name
-        ]
+    def files_of(self, name: str) -> dict[str, bytes]:
+        """Return a feature's new files by their path in upstream's tree; some tests move there."""
+        found = {}
+        for path, source in self.sources.items():
+            if self.patterns[self.pattern(path)] == name:
+                data = source.read_bytes()
+                for names in self._landing.items():
+                    ours, theirs = (each[:-3].replace("/", ".").encode() for each in names)
+                    data = re.sub(rb"\b%s\b" % re.escape(ours), theirs, data)
+                found[self._landing.get(path, path)] = data
+        return found
 
-    def files_of(self, feature: Feature) -> dict[str, Path]:
-        """Return a feature's overlay files, by their path in a checkout."""
-        overlay = self.patchset.overlay.items()
-        return {path: file for path, file in overlay if self.owner(path, "files") == feature.name}
+    def commands(self, name: str) -> list[str]:
+        """Return a command for each number of ranks on which a feature's tests run.
 
-    def tests_of(self, feature: Feature) -> dict[str, Path]:
-        """Return a feature's tests and their helpers, by their path in upstream's tree."""
-        return {
-            f"{TESTS}/{self.landing.get(path, path)}": source
-            for path, source in self.tests.items()
-            if self.owner(path, "tests") == feature.name
-        }
-
-    def commands(self, feature: Feature) -> dict[int, str]:
-        """Return the shell lines that run a feature's tests, if it has any, by number of ranks.
-
-        Upstream's conftest is left out because it downloads data.
+        It leaves out upstream's conftest, which downloads data.
         """
-        tests = self.tests_of(feature)
-        files = [path for path in sorted(tests) if Path(path).match("test_*")]
-        text = "".join(tests[path].read_text() for path in files)
-        below = {path for one in self.stack(feature.name) for path in self.tests_of(one)}
-        plugin = f" -p {_PLUGIN[:-3].replace('/', '.')}" if _PLUGIN in below else ""
-        return {
-            ranks: "export PYTHONPATH=. OMP_NUM_THREADS=1\n"
-            "export TRITON_INTERPRET=1  # without a GPU\n"
-            + ("python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}")
-            + f" -m pytest --noconftest{plugin} \\\n    "
-            + " \\\n    ".join(files)
-            for ranks in sorted({1, *feature.ranks, *map(int, _WORLD_SIZE.findall(text))})
-            if files
-        }
+        tests = " ".join(path for path in self.files_of(name) if re.search(r"/test_\w+\.py$", path))
+        plugin = "-p tests.unit_tests.rank_agreement " * ("test-ranks" in self.stack(name))
+        launch = "torchrun --standalone --nproc-per-node {} -m pytest --noconftest {}{}"
+        ranks = self.by_name[name].ranks * bool(tests)
+        return [launch.format(number, plugin, tests) for number in ranks]
 
-    def message(self, feature: Feature) -> str:
+    def message(self, name: str) -> str:
         """Return the message of a feature's commit, which is its PR's description."""
-        texts = [*feature.text.split("\n\n"), *(text for _, text in self.patches_of(feature))]
-        parts = [feature.title, *(textwrap.fill(" ".join(text.split()), 72) for text in texts)]
-        if fails := [p for p, path in self.tests_of(feature).items() if FIX_TESTS in str(path)]:
-            parts.append("Without this change, these fail:\n" + "\n".join(fails))
-        if commands := self.commands(feature):
-            *others, last = commands.items()
-            parts += ["How to run the tests:", textwrap.indent(last[1], "    ")]
-            if others:
-                more = "".join(f", on {count}" for count, _ in others[1:])
-                parts.append(f"Also on one rank, with python in place of torchrun{more}.")
-        if feature.needs:
-            parts.append("Depends on: " + ", ".join(feature.needs))
-        return "\n\n".join(parts)
+        title, _, text = self.by_name[name].text.partition("\n")
+        texts = [text, *self._patches[name]]
+        parts = [title, *(textwrap.fill(" ".join(each.split()), 72) for each in texts)]
+        if commands := self.commands(name):
+            parts += ["Tests, with PYTHONPATH=. and, without a GPU, TRITON_INTERPRET=1:"]
+            parts += ["\n".join(commands)]
+        if needs := self.by_name[name].needs:
+            parts.append("Depends on: " + ", ".join(needs))
+        return "\n\n".join(filter(None, parts))

@@ -10,18 +10,14 @@ from megatron.core.models.common.language_module import language_module
 
 
 def test_the_replica_is_the_rank_in_the_group_of_the_metadata(monkeypatch):
-    monkeypatch.setattr(
-        language_module, "make_tp_sharded_tensor_for_checkpoint", lambda **found: found
-    )
+    monkeypatch.setattr(language_module, "make_tp_sharded_tensor_for_checkpoint", lambda **k: k)
     stage = SimpleNamespace(
         post_process=True,
         pre_process=False,
         shared_embedding_or_output_weight=lambda: torch.zeros(2, 2),
         tp_group=None,
     )
-    state, key = {"output.weight": None}, "embedding.weight"
-    group = SimpleNamespace(rank=lambda: 5)
-    language_module.LanguageModule.tie_embeddings_and_output_weights_state_dict(
-        stage, state, "output.weight", key, {"dp_cp_group": group}
-    )
-    assert state["output.weight"]["replica_id"] == (1, 0, 5)
+    state, metadata = {"output": None}, {"dp_cp_group": SimpleNamespace(rank=lambda: 5)}
+    tie = language_module.LanguageModule.tie_embeddings_and_output_weights_state_dict
+    tie(stage, state, "output", "embedding", metadata)
+    assert state["output"]["replica_id"] == (1, 0, 5)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Hashes of a checkpoint's files, and loading that runs no code, on one rank."""
+"""Hashes of a checkpoint's files, writes of the first rank, and loading that runs no code."""
 
 import os
 import pickle
@@ -26,64 +26,50 @@ from megatron.core.dist_checkpointing.validation import verify_integrity_manifes
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    if dist.is_initialized():
-        pytest.skip("needs a process without groups")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     save({"weight": torch.ones(3)}, checkpoint_id=str(tmp_path))
     yield tmp_path
     dist.destroy_process_group()
 
 
-def test_the_manifest_is_the_one_that_a_single_rank_makes_and_names_a_changed_file(checkpoint):
-    save_manifest(str(checkpoint))
-    verify_manifest(str(checkpoint))
-    verify_integrity_manifest(str(checkpoint))
-    (file,) = checkpoint.glob("*.distcp")
-    file.write_bytes(file.read_bytes() + b"!")
-    with pytest.raises(CheckpointingException, match=f"{file.name} has changed"):
-        verify_manifest(str(checkpoint))
-
-
-def test_the_hashes_of_an_asynchronous_save_are_its_writers(checkpoint):
-    (file,) = checkpoint.glob("*.distcp")
-    written, results = file.read_bytes(), Queue()
-
-    def write(rank, content, results):
-        file.write_bytes(content)
-        results.put("written")
-
-    request = hash_in_writer(AsyncRequest(write, (0, written, results), []), str(checkpoint))
+def written(folder: str) -> AsyncRequest:
+    """A save that has been written and hashed in `folder`."""
+    request = hash_in_writer(AsyncRequest(lambda *_: None, (0, Queue()), []), folder)
     request.async_fn(*request.async_fn_args)
-    assert results.get() == "written"
-    file.write_bytes(written + b"!")
-    (finalize,) = request.finalize_fns
-    finalize()
+    return request
+
+
+def test_a_file_that_changes_after_its_writer_hashed_it_is_named(checkpoint):
+    (file,) = checkpoint.glob("*.distcp")
+    content, request = file.read_bytes(), written(str(checkpoint))
+    file.write_bytes(content + b"!")
+    request.finalize_fns[0]()
     with pytest.raises(CheckpointingException, match=f"{file.name} has changed"):
         verify_manifest(str(checkpoint))
-    file.write_bytes(written)
-    verify_integrity_manifest(str(checkpoint))
+    file.write_bytes(content)
+    verify_integrity_manifest(str(checkpoint))  # upstream's own reads the manifest
 
-    results = Queue()  # what a writer could not hash, the ranks do
-    write = hash_in_writer(AsyncRequest(lambda *_: None, (0, None, results), []), "/nowhere")
-    write.async_fn(*write.async_fn_args)
-    save_manifest(str(checkpoint), results)
-    verify_integrity_manifest(str(checkpoint))
+
+def test_ranks_hash_what_a_writer_could_not_read(checkpoint):
+    save_manifest(str(checkpoint), written("/nowhere").async_fn_args[-1])
+    verify_manifest(str(checkpoint))
+    (checkpoint / ".metadata").unlink()
+    with pytest.raises(CheckpointingException, match=".metadata is missing"):
+        verify_manifest(str(checkpoint))
 
 
 def test_what_the_first_rank_cannot_write_is_raised_and_a_file_keeps_what_it_had(checkpoint):
     tracker = checkpoint / "tracker"
+    tracker.write_text("2")
 
     @on_first_rank
-    def write(text, is_full):
+    def write():
         with whole_file(str(tracker), open) as file:
-            file.write(text)
-            if is_full:
-                raise OSError(28, "No space left on device")
-        return tracker.read_text()
+            file.write("4")
+            raise OSError(28, "No space left on device")
 
-    assert write("2", False) == "2"
     with pytest.raises(CheckpointingException, match="No space left on device"):
-        write("4", True)
+        write()
     assert tracker.read_text() == "2"
 
 
