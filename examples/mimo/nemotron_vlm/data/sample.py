@@ -106,6 +106,10 @@ class SampleSource:
         """Return an answer's tokens as text."""
         return " ".join(map(str, tokens))
 
+    def part(self, split: str) -> str:
+        """Return the name that the data has for a split."""
+        return split
+
     def left_out(self, split: str) -> dict[str, int]:
         """Return how many samples of the data have no number, by reason."""
         return {}

@@ -15,7 +15,7 @@ PERCENTILES = (50, 90, 99, 100)
 """Percentiles of samples and images that the tables show."""
 
 KEPT = 0.99
-"""Share of samples that the recommended length keeps, and of images that keep their size."""
+"""Share of samples that the recommended length keeps, and of images to keep their size."""
 
 WINDOWS = 16
 """Windows of samples that are packed to see how much padding is left."""
@@ -44,28 +44,29 @@ def advise(survey: Survey, encoder: Encoder, chosen: np.ndarray, packing: Packin
     is_image &= np.repeat(np.isin(np.arange(len(count)), chosen), count)
     of = np.searchsorted(chosen, np.repeat(np.arange(len(count)), count)[is_image])
     sizes = pixels.rows(survey.media["size"][is_image])
+    keeping = ""
     if len(sizes):
         if isinstance(pixels, Tiling):
-            option, inputs = "--max-tiles", sizes - (pixels.thumbnail & (sizes > 1))
+            option, most, a_row = "--max-tiles", pixels.max_tiles, 1
+            own = sizes - (pixels.thumbnail & (sizes > 1))
         else:
             option, grids = "--dynamic-resolution-max-patches", pixels.grids
-            # Grids are rounded, also beyond bounds.
-            inputs = np.minimum(sizes * grids.pixel_shuffle**2, grids.max_patches)
-        rows = [[option, "images as large as now", "99 % of samples have at most"]]
-        for bound in dict.fromkeys(_percentiles(inputs)):
-            most = sizes[inputs <= bound].max()
-            saved = np.maximum(sizes - most, 0) * encoder.tokens_per_tile
+            most, a_row = grids.max_patches, grids.pixel_shuffle**2
+            own = survey.media["own"][is_image]  # the survey's own bound may have shrunk images
+        rows, kept = [[option, "images of full size", "99 % of samples have at most"]], {}
+        for bound in dict.fromkeys(_percentiles(np.minimum(own, most))):
+            kept[bound] = (own <= bound).mean()
+            largest = sizes[own <= bound].max(initial=bound // a_row)
+            saved = np.maximum(sizes - largest, 0) * encoder.tokens_per_tile
             fewer = tokens - np.bincount(of, saved, len(tokens)).astype(np.int64)
             within = np.percentile(fewer, 99, method="higher")
-            rows.append([str(bound), f"{(inputs <= bound).mean():.1%}", f"{within} tokens"])
+            rows.append([str(bound), f"{kept[bound]:.1%}", f"{within} tokens"])
         tables.append(table(rows))
-        bound = next(n for n in _percentiles(inputs) if (inputs <= n).mean() >= KEPT)
+        bound = next((each for each in kept if kept[each] >= KEPT), bound)
         advice += f" {option} {bound}"
-        if not isinstance(pixels, Tiling):
-            now = f"{pixels.grids.max_patches} patches"
-            tables[-1] += f"\nthis survey's own bound, {now}, has shrunk images that are larger"
+        keeping = f", and with which {kept[bound]:.0%} of images keep their size"
     lines = [f"  {line}".rstrip() for text in tables for line in text.splitlines()]
-    return [*lines, f"  recommended: {advice}, which {KEPT:.0%} of samples and images fit"]
+    return [*lines, f"  recommended: {advice}, which {KEPT:.0%} of samples fit{keeping}"]
 
 
 def _percentiles(values: np.ndarray) -> list[int]:

@@ -198,7 +198,8 @@ class Encoder:
         if file.kind == VIDEO:
             return self._watching.read(file.data, file.fps)
         image = open_image(*file.data)
-        return Extent(self.images.size_of(*image.size)), self.images.cut(image)
+        own = self.images.own_patches(*image.size)
+        return Extent(self.images.size_of(*image.size), own=own), self.images.cut(image)
 
     @property
     def _listening(self) -> Listening:

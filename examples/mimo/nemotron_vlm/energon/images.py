@@ -11,6 +11,7 @@ image's size alone.
 """
 
 import io
+import math
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
@@ -74,6 +75,10 @@ class Tiling:
         small = np.array(image.resize((size, size), Image.Resampling.BICUBIC))
         return torch.cat([tiles, torch.from_numpy(small).permute(2, 0, 1)[None]])
 
+    def own_patches(self, width: int, height: int) -> int:
+        """Return 0: tiles have no size of their own."""
+        return 0
+
     def rows(self, sizes: np.ndarray) -> np.ndarray:
         """Return the tiles of images, each of which becomes ``tokens_per_tile`` tokens."""
         return sizes
@@ -98,6 +103,10 @@ class Resizing:
         if max(self.grids.grid_of(height, width)) > LONGEST:
             raise BadImage(f"{width} × {height} pixels are too long a strip")
         return self.grids.size_of(height, width)
+
+    def own_patches(self, width: int, height: int) -> int:
+        """Return the patches of an image at its own size, whatever the bounds."""
+        return math.prod(self.grids.own_grid(height, width))
 
     @decoding(BadImage)
     def cut(self, image: Image.Image) -> torch.Tensor:

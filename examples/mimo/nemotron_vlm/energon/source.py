@@ -73,6 +73,7 @@ class EnergonSource(SampleSource):
         self._surveys = Path(surveys) if surveys else None
         self._bad_samples, self._long_samples = bad_samples, long_samples
         self._streams: dict[str, Stream] = {}
+        self._parts: dict[str, str] = {}
         self.token_ids, self.pad_token = encoder.chat.ids, encoder.chat.pad_token
         self.vocab_size = encoder.chat.vocab_size
         self.fingerprint = self._stream("train").fingerprint
@@ -164,6 +165,11 @@ class EnergonSource(SampleSource):
         dataset, index, _ = self._stream(split).locate(number)
         return str(dataset.path / dataset.name(index))
 
+    def part(self, split: str) -> str:
+        """Return energon's name for a split."""
+        self._stream(split)
+        return self._parts[split]
+
     def left_out(self, split: str) -> dict[str, int]:
         """Return how many samples of the data have no number, by reason."""
         return self._stream(split).left_out
@@ -187,7 +193,7 @@ class EnergonSource(SampleSource):
                 if surveys[-1] is None:
                     kind = type(self._encoder.images).__name__.lower()
                     raise NoSurvey(
-                        f"{dataset.path}: no survey of {split} with this tokenizer, template and "
+                        f"{dataset.path}: no survey of {opened.part} with this tokenizer, template and "
                         f"{kind}"
                     )
             pairs = list(zip(opened.datasets, surveys, strict=True))
@@ -196,14 +202,14 @@ class EnergonSource(SampleSource):
             stream = Stream(pairs, opened.mode, self._seq_length, (self._seed, split), cut)
             left, long = stream.left_out, stream.left_out[STATES[TOO_LONG]]
             if self._bad_samples == "refuse":
-                self._refuse(split, pairs, left.total() - left[Excluded.kind] - long, "bad")
+                self._refuse(opened.part, pairs, left.total() - left[Excluded.kind] - long, "bad")
             if self._long_samples == "refuse":
-                self._refuse(split, pairs, long, "long")
-            self._streams[split] = stream
+                self._refuse(opened.part, pairs, long, "long")
+            self._streams[split], self._parts[split] = stream, opened.part
         return self._streams[split]
 
     def _refuse(
-        self, split: str, pairs: list[tuple[DataSet, Survey]], count: int, kind: str
+        self, part: str, pairs: list[tuple[DataSet, Survey]], count: int, kind: str
     ) -> None:
         """Raise if there are bad or long samples, and name the first of them."""
         named = [
@@ -215,7 +221,7 @@ class EnergonSource(SampleSource):
         named += [f"and {count - NAMED} more"] * (count > NAMED)
         if count:
             raise ValueError(
-                f"{self._path}: {count} {kind} samples in {split}: {'; '.join(named)}; leave them "
+                f"{self._path}: {count} {kind} samples in {part}: {'; '.join(named)}; leave them "
                 f"out with --{kind}-samples skip"
             )
 

@@ -47,12 +47,13 @@ from examples.mimo.nemotron_vlm.energon.store import DataSet
 from examples.mimo.nemotron_vlm.energon.videos import Extent
 from megatron.energon.flavors.webdataset.config import MAIN_FOLDER_NAME
 
-FORMAT = 6
+FORMAT = 7
 STATES = ("good", "unreadable shard", "bad text", "bad image", "bad sound", "bad video")
 STATES += (UnreadFormat.kind, Excluded.kind, "too long")
 """Names of the states; a survey does not depend on the sequence length, and has no 'too long'."""
 KINDS = tuple(PLACEHOLDERS)
-MEDIA = np.dtype([("kind", "i1"), ("size", "i8"), ("frames", "i4"), ("fps", "f8"), ("sum", "i4")])
+MEDIA = [("kind", "i1"), ("size", "i8"), ("frames", "i4"), ("fps", "f8"), ("own", "i8")]
+MEDIA = np.dtype([*MEDIA, ("sum", "i4")])
 GOOD, TOO_LONG = STATES.index("good"), STATES.index("too long")
 
 

@@ -28,12 +28,14 @@ class Extent(NamedTuple):
     """The facts of an image, a sound or a clip that its text follows from.
 
     size: as the encoder's entry takes it. frames, fps: those of a clip's file in all and in a
-    second; 0 if not known.
+    second; 0 if not known. own: patches of an image at its own size, where images are encoded
+    whole.
     """
 
     size: int
     frames: int = 0
     fps: float = 0.0
+    own: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Watching:
         frames = [
             f"rame {number}"
             + (f" sampled at {index * duration / 1000:.2f} seconds" if extent.fps else "")
-            for number, index in enumerate(self._chosen(*extent[1:]).tolist(), 1)
+            for number, index in enumerate(self._chosen(extent.frames, extent.fps).tolist(), 1)
         ]
         starts = range(0, len(frames), self.grids.tubelet)
         groups = (frames[start : start + self.grids.tubelet] for start in starts)

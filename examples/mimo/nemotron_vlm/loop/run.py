@@ -296,4 +296,5 @@ def _say_left_out(source: SampleSource, args: Namespace) -> None:
             raise UserError(f"--data: {error}", rank) from error
         if found:
             counts = ", ".join(f"{count} {reason}" for reason, count in found.items())
-            say(f"--data {args.data}: {split} leaves out {counts}; see its survey", args)
+            part = source.part(split)
+            say(f"--data {args.data}: {part} leaves out {counts}; see its survey", args)

@@ -9,6 +9,7 @@ import re
 import shlex
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,13 +19,16 @@ from PIL import Image
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import make_source
-from examples.mimo.nemotron_vlm.data.patch_grids import grids_of
+from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids, grids_of
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.sample import IMAGES, SampleSource
 from examples.mimo.nemotron_vlm.energon.__main__ import main
+from examples.mimo.nemotron_vlm.energon.advice import advise
 from examples.mimo.nemotron_vlm.energon.encoding import File
 from examples.mimo.nemotron_vlm.energon.errors import BadImage
+from examples.mimo.nemotron_vlm.energon.images import Resizing
 from examples.mimo.nemotron_vlm.energon.store import open_split
+from examples.mimo.nemotron_vlm.energon.survey import MEDIA, Survey
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     ENCODERS,
     GRIDS,
@@ -174,7 +178,23 @@ class TestSurvey:
         assert f"  bad image: 1\n    {damaged}: image 1: " in printed
         long = r"  too long: (\d+), of which --long-samples cut keeps \1\n    train-\S+: "
         assert re.search(rf"{long}\d+ tokens, 26 fit\n/", printed)
-        assert f"{copied} test: 12 samples in 1 shards, 12 good" in printed
+        assert f"{copied} val: 12 samples in 1 shards, 12 good" in printed
+
+    @pytest.mark.parametrize("large, share", [((48, 32), 1), ((120, 120), 0.75)])
+    def test_says_how_many_images_its_own_bound_has_shrunk(self, large, share):
+        """The bound is 96 patches of 4 pixels, the size of 48 × 32."""
+        pixels = Resizing(PatchGrids(4, 2, 4, 96))
+        shapes = [(24, 20), (40, 24), (48, 32), large]
+        media, one = np.zeros(4, MEDIA), np.ones(4, np.int32)
+        media["size"] = [pixels.size_of(*shape) for shape in shapes]
+        media["own"] = [pixels.own_patches(*shape) for shape in shapes]
+        tokens = pixels.rows(media["size"]).astype(np.int32) + 3
+        found = Survey(0 * one, tokens, one, one.cumsum(), one, one, one, media, [], "")
+        encoder = SimpleNamespace(images=pixels, tokens_per_tile=1)
+        printed = "\n".join(advise(found, encoder, np.arange(4), Packing()))
+        assert re.search(rf"  96 +{share:.1%}", printed)
+        assert "-max-patches 96, which 99% of samples fit" in printed
+        assert printed.endswith(f"with which {share:.0%} of images keep their size")
 
     def test_recommends_a_length_and_tiles_and_says_what_others_leave_out(
         self, digits, surveyed, tmp_path
