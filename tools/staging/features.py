@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The features of features.toml: what each needs, its patches, files and tests, and its message."""
+"""The features of features.toml: what each needs, its patches and files, and its PR's text."""
 
 import re
 import textwrap
@@ -23,7 +23,6 @@ class Feature:
     text: str
     needs: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
-    tests: list[str] = field(default_factory=list)
     ranks: list[int] = field(default_factory=lambda: [1])
 
 
@@ -32,15 +31,11 @@ class Features:
 
     def __init__(self, patchset: PatchSet, version: str = ""):
         table = tomllib.loads((patchset.root / "tools/staging/features.toml").read_text())
-        moved = table.pop("landing").items()
-        self._landing = {TESTS + ours: TESTS + theirs for ours, theirs in moved}
-        self.patterns = {TESTS + pattern: "" for pattern in table.pop("stays")}
+        self._landing, stays = table.pop("landing"), table.pop("stays")
         self.by_name = {name: Feature(**fields) for name, fields in table.items()}
+        self.patterns = dict.fromkeys(stays, "")
         for name, one in self.by_name.items():
-            self.patterns |= {TESTS + pattern: name for pattern in one.tests}
-            for pattern in one.files:
-                start = "" if pattern.startswith("examples/") else "megatron/core/"
-                self.patterns[start + pattern] = name
+            self.patterns |= dict.fromkeys(one.files, name)
         tests = sorted((patchset.root / TESTS).rglob("*.py"))
         self.sources = patchset.overlay | {str(p.relative_to(patchset.root)): p for p in tests}
         self._patches: dict[str, dict[str, bytes]] = defaultdict(dict)
@@ -58,20 +53,22 @@ class Features:
         """Return the changes of a feature's patches, one after the other."""
         return b"".join(self._patches[name].values())
 
-    def pattern(self, path: str) -> str:
-        """Return the longest pattern that a path fits: it decides whose the path is."""
-        return max((p for p in self.patterns if fnmatchcase(path, p)), key=len, default="")
+    def fit(self, path: str) -> list[str]:
+        """Return the patterns that a path fits; the last one decides whose the path is."""
+        short = path.removeprefix(TESTS).removeprefix("megatron/core/")
+        return sorted((p for p in self.patterns if fnmatchcase(short, p)), key=len)
 
     def files_of(self, name: str) -> dict[str, bytes]:
         """Return a feature's new files by their path in upstream's tree; some tests move there."""
         found = {}
         for path, source in self.sources.items():
-            if self.patterns[self.pattern(path)] == name:
+            if self.patterns[self.fit(path)[-1]] == name:
                 data = source.read_bytes()
                 for names in self._landing.items():
-                    ours, theirs = (each[:-3].replace("/", ".").encode() for each in names)
-                    data = re.sub(rb"\b%s\b" % re.escape(ours), theirs, data)
-                found[self._landing.get(path, path)] = data
+                    modules = ((TESTS + each)[:-3].replace("/", ".").encode() for each in names)
+                    data = data.replace(*modules)
+                short = path.removeprefix(TESTS)
+                found[path.replace(short, self._landing.get(short, short))] = data
         return found
 
     def commands(self, name: str) -> list[str]:
@@ -88,11 +85,9 @@ class Features:
     def message(self, name: str) -> str:
         """Return the message of a feature's commit, which is its PR's description."""
         title, _, text = self.by_name[name].text.partition("\n")
-        texts = [text, *self._patches[name]]
-        parts = [title, *(textwrap.fill(" ".join(each.split()), 72) for each in texts)]
-        if commands := self.commands(name):
-            parts += ["Tests, with PYTHONPATH=. and, without a GPU, TRITON_INTERPRET=1:"]
-            parts += ["\n".join(commands)]
-        if needs := self.by_name[name].needs:
-            parts.append("Depends on: " + ", ".join(needs))
-        return "\n\n".join(filter(None, parts))
+        needs = self.by_name[name].needs
+        needs = ["Depends on: " + ", ".join(needs)] * bool(needs)
+        texts = [text, *self._patches[name], *needs]
+        filled = (textwrap.fill(" ".join(each.split()), 72) for each in texts)
+        how = "Tests, with PYTHONPATH=. and, without a GPU, TRITON_INTERPRET=1:"
+        return "\n\n".join([title, *filter(None, filled), "\n".join([how, *self.commands(name)])])
