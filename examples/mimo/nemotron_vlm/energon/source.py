@@ -193,8 +193,8 @@ class EnergonSource(SampleSource):
                 if surveys[-1] is None:
                     kind = type(self._encoder.images).__name__.lower()
                     raise NoSurvey(
-                        f"{dataset.path}: no survey of {opened.part} with this tokenizer, template and "
-                        f"{kind}"
+                        f"{dataset.path}: no survey of {opened.part} with this tokenizer, template "
+                        f"and {kind}"
                     )
             pairs = list(zip(opened.datasets, surveys, strict=True))
             _refuse_missing_shards(pairs)

@@ -62,9 +62,9 @@ def test_no_line_of_several_words_is_both_trained_on_and_held_out(tmp_path):
 def test_the_benchs_pictures_open(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(Path(make_webdataset.__file__).parents[1] / "bench")
     pictures = importlib.import_module("pictures")
-    assert pictures.make(tmp_path / "pictures", 24, [])[:2] == [
+    assert pictures.make(tmp_path / "pictures", "pictures", 32, [])[:2] == [
         "--data",
         f"energon:{tmp_path}/pictures",
     ]
     opened = source(tmp_path / "pictures", seq_length=999)
-    assert opened.epoch_size("train") == 24
+    assert opened.epoch_size("train") == 32
