@@ -103,7 +103,7 @@ def test_two_gpus_in_16_bits(row, record_property):
 @requires_world_size(2)
 @pytest.mark.parametrize("row", AHEAD, ids=str)
 def test_two_gpus_run_ahead(row, record_property):
-    """Graphs and the encoder in the bubbles, with the environment that the program gives them."""
+    """Graphs, with and without a pipeline, with the environment that the program gives them."""
     check(row, record_property)
 
 

@@ -26,16 +26,16 @@ FACTORIES = {
     ),
     frozenset(
         {
-            *(f"megatron.core.pipeline_parallel.{name}" for name in ("schedules", "stage_order")),
+            "megatron.core.pipeline_parallel.schedules",
             "megatron.core.transformer.cuda_graphs",
             f"{MIMO}.colocated_schedule",
-            *(f"{MIMO}.schedule.{n}" for n in ("encoder_work", "bubble_plan", "graph_capture")),
+            f"{MIMO}.schedule.graph_capture",
         }
     ),
 }
 """Upstream's factory of optimizers makes MIMO's, which calls it for each module; ours is between.
-Its factory of schedules hands out ours, which runs the pipeline that the factory has for it, and
-plans by that pipeline's own order. Upstream's graphs and schedules import each other."""
+Its factory of schedules hands out ours, which runs the pipeline that the factory has for it.
+Upstream's graphs and schedules import each other."""
 
 
 def patched_and_ours() -> set[str]:

@@ -78,13 +78,10 @@ class TestSearch:
                 taken += 1
         assert 100 < taken < 900  # both verdicts occur
 
-    @pytest.mark.parametrize("in_bubbles", [False, True])
-    def test_finds_plans_that_the_whole_program_takes(self, in_bubbles):
-        how = {"in_bubbles": in_bubbles, "placements": PLACEMENTS[: 2 - in_bubbles]}
+    def test_finds_plans_that_the_whole_program_takes(self):
         overhead = dict.fromkeys(H200.overhead, 0.0)
         graphs = replace(H200, overhead=overhead, microbatch_overhead=0.0)  # nothing to launch
-        found = search(task_of(machine=graphs, **how), keep=20)
-        assert any(priced.plan.schedule.in_bubbles for priced in found.best) == in_bubbles
+        found = search(task_of(machine=graphs), keep=20)
         for priced in found.best:
             options = parse(shlex.split(" ".join(options_of(priced.plan, "tiny"))), WORLD)
             assert options.layouts == priced.plan.layouts
@@ -108,7 +105,7 @@ class TestProgram:
         words = ["--seq-length", "64", "--global-batch-size", "64", *line.split()]
         return plan_text(words, own_options(words))
 
-    def test_says_and_writes_plans_of_a_machine_a_placement_or_a_schedule(self, tmp_path):
+    def test_says_and_writes_plans_of_a_machine_or_a_placement(self, tmp_path):
         file = tmp_path / "plans.json"
 
         def plans(line: str, *parts: str) -> list[dict]:
@@ -124,8 +121,6 @@ class TestProgram:
         assert first["step_seconds"] == pytest.approx(sum(first["seconds"].values()))
         apart = plans(f"--placement={NON_COLOCATED}", "12 tiles")  # as many as fit
         assert {plan["placement"] for plan in apart} == {NON_COLOCATED}
-        for plan in plans("--encoder-schedule bubbles"):
-            assert plan["schedule"]["in_bubbles"] == (plan["language"]["pp"] > 1)
 
     # Bytes of a gradient and of Adam's state, as the documentation of Megatron's distributed
     # optimizer and of Transformer Engine's FusedAdam have them.

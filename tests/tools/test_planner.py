@@ -47,8 +47,6 @@ from examples.mimo.nemotron_vlm.planner.step_time import (
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.mimo.bridge.plan import NOBODY, plan_block
 from megatron.core.models.mimo.bridge.topology import bridge_topology
-from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
-from megatron.core.models.mimo.schedule.bubble_plan import Costs, bubble_plan
 from megatron.core.models.mimo.setup.module_groups import make_grid, make_modules
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training.training import num_floating_point_operations
@@ -256,17 +254,6 @@ class TestSchedule:
             assert sum(end - begin for _, begin, end in line) == pytest.approx(1)
             assert all(a[2] <= b[1] + 1e-12 for a, b in zip(line, line[1:], strict=False))
 
-    @pytest.mark.parametrize("share", [0.3, 0.5])
-    @pytest.mark.parametrize("pp, vpp, number, macro_batch", [(4, 1, 8, 1), (2, 2, 4, 2)])
-    def test_in_bubbles_is_the_plan_that_training_runs_by(
-        self, share, pp, vpp, number, macro_batch
-    ):
-        how = {"in_bubbles": True, "at_once": macro_batch}
-        spans = timeline(unit_work(share, pp, vpp, number, **how))
-        plan = bubble_plan(pp, number, macro_batch, vpp, costs=Costs.of_share(share, vpp))
-        expected = (1 - share) / (3 * number) * plan.seconds
-        assert max(line[-1][2] for line in spans) == pytest.approx(expected)
-
 
 class TestStep:
     @pytest.mark.parametrize(
@@ -289,16 +276,6 @@ class TestStep:
         plan = plan_of("dp=4", "pp=4", 4)  # of 8 layers, 2 a stage
         found = step_time(plan, replace(machine, node_latency=0.0))
         assert found.parts["bubble"] == pytest.approx(3 * 2.0, rel=0.01)
-
-    @pytest.mark.parametrize("macro_batch", [1, 4])
-    def test_in_bubbles_is_shorter_than_in_three_phases(self, macro_batch):
-        phases = replace(plan_of("dp=8", "pp=4,dp=2,ep=2", 8, model=LARGE), inputs=(Inputs(12.0),))
-        bubbles = replace(phases, schedule=EncoderSchedule(macro_batch, in_bubbles=True))
-        machine = replace(GRAPHS, microbatch_overhead=H200.microbatch_overhead)
-        before, after = (step_time(plan, machine) for plan in (phases, bubbles))
-        assert before.seconds - before.parts["bubble"] < after.seconds < before.seconds
-        assert sum(after.parts.values()) == pytest.approx(after.seconds, rel=1e-6)
-        assert estimate(bubbles, machine) == pytest.approx(after.seconds, rel=0.1)
 
 
 def test_tiles_vary_between_ranks_of_a_non_colocated_encoder_only():

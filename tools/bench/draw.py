@@ -41,9 +41,6 @@ HEADLINE = {
     ("heterogeneous-50-graphs", "encoder dp=2"): (
         "encoder 50 %, dp=2, language tp=2 ep=2, CUDA graphs"
     ),
-    ("bubbles-50-large", "bubbles, 2 at once"): (
-        "encoder 50 %, dp=2, in the bubbles of language pp=2, CUDA graphs"
-    ),
     ("experts-128", "ep=2, graphs"): (
         "13 B parameters, all 128 experts, 8k tokens, both modules dp=2, language ep=2, CUDA graphs"
     ),

@@ -13,9 +13,6 @@ from examples.mimo.common.errors import UserError
 PLACEMENTS = COLOCATED, NON_COLOCATED = "colocated", "non-colocated"
 """All modules on all ranks; or encoders on the first ranks, the language model on the rest."""
 
-THREE_PHASES, BUBBLES = "three-phases", "bubbles"
-"""Colocated with a pipeline: the encoder before and after it; or where its stages would wait."""
-
 PLANNED = "planned"
 """Value of ``--language`` with which the planner chooses all layouts."""
 

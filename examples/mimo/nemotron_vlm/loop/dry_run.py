@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED, PLACEMENTS, PLANNED, table
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, THREE_PHASES
 from examples.mimo.nemotron_vlm.model.part_settings import NAMES
 from examples.mimo.nemotron_vlm.options.arguments import Options, parse
 from examples.mimo.nemotron_vlm.planner.inputs import inputs_of, operations_of_row, words_of
@@ -114,8 +113,7 @@ def _fastest(argv: list[str], own: Namespace, ranks: int) -> tuple[Task, Found]:
         raise UserError("the planner finds the layouts: leave out --language and --encoder")
     machine = machine_of(own)
     # The plans decide these; read as one rank, the command line must not ask for more.
-    alone = ["--placement", COLOCATED, "--encoder-schedule", THREE_PHASES]
-    alone += ["--micro-batch-size", "1", "--language="]
+    alone = ["--placement", COLOCATED, "--micro-batch-size", "1", "--language="]
     options = parse([*argv, *alone], 1)
     given = {word.split("=")[0]: None for word in options.words if word.startswith("--recompute-")}
     if given and own.language == PLANNED:
@@ -135,7 +133,6 @@ def _fastest(argv: list[str], own: Namespace, ranks: int) -> tuple[Task, Found]:
         inputs=inputs,
         operations=num_floating_point_operations(args, 1),
         placements=(own.placement,) if is_chosen else PLACEMENTS,
-        in_bubbles=own.encoder_schedule == BUBBLES,
         micro_sizes=(1,) if args.pack else MICRO_SIZES,
         state=state_of(args, machine.precision == 2),
         frozen=options.parts.frozen,

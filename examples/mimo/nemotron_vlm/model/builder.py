@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model builder that ``pretrain`` calls."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -13,12 +13,10 @@ from examples.mimo.nemotron_vlm.model.part_settings import freeze
 from examples.mimo.nemotron_vlm.options.arguments import Options
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.schedule.encoder_work import prepare_bubbles
 from megatron.core.models.mimo.setup.data_parallel import prepare_for_training
 from megatron.core.models.mimo.setup.initialization import initialize_weights
 from megatron.core.models.mimo.setup.module_groups import Modules, prepare_process
 from megatron.training.models.base import ModelBuilder, ModelConfig, compose_hooks
-from megatron.training.training import num_floating_point_operations
 
 
 @dataclass(kw_only=True)
@@ -63,16 +61,10 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
             for stage in stages:
                 stage.requires_grad_(False)  # wrapped, so names stay, but without buffers
         prepare_for_training(stages, modules, ddp_config)
-        if stages[0].mimo_config.encoder_schedule.in_bubbles:
-            prepare_bubbles(stages)
         return compose_hooks(self._model_config.post_wrap_hooks)(stages)
 
     def _build(self) -> list[MimoModel]:
         options, modules = self._model_config._options, self._model_config._modules
         args, schedule = options.args, schedule_of(options.args)
-        if schedule.in_bubbles:
-            # Encoder and language model are weighed by floating-point operations.
-            share = args.modality_flops_per_sample / num_floating_point_operations(args, 1)
-            schedule = replace(schedule, share=share)
         parts = args, options.preset, options.configs, modules, schedule
         return build_vlm(*parts, options.parts.overrides)

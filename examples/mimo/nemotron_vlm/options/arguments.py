@@ -29,10 +29,7 @@ from examples.mimo.common.layout_rules import CHUNKWISE, staged_pattern
 from examples.mimo.common.refusals import REFUSALS, refuse
 from examples.mimo.common.steps import batches_of_first_size, growing_batch
 from examples.mimo.nemotron_vlm.data import have_equal_images
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
-    check_encoder_schedule,
-    set_encoder_schedule,
-)
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import set_macro_batch
 from examples.mimo.nemotron_vlm.model.language_loss import has_loss_kernel
 from examples.mimo.nemotron_vlm.model.model import VLMConfigs, make_configs, parts_in_fp8
 from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE as LANGUAGE_PART
@@ -222,8 +219,7 @@ def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
     language = layouts.language
     if layouts.non_colocated and args.recompute_encoder:
         raise UserError(f"--recompute-encoder needs --placement {COLOCATED}")
-    set_encoder_schedule(args, layouts)
-    check_encoder_schedule(args, layouts)
+    set_macro_batch(args, layouts)
     instances = args.num_distributed_optimizer_instances
     for layout in layouts.modules:
         if layout.dp % instances or layout.expt_dp % instances:

@@ -9,7 +9,7 @@ import argparse
 import os
 from pathlib import Path
 
-from examples.mimo.common.layout import BUBBLES, PLANNED, SIZES, asked_layout, option_of
+from examples.mimo.common.layout import PLANNED, SIZES, asked_layout, option_of
 from examples.mimo.nemotron_vlm.options.config_file import with_config
 
 
@@ -32,7 +32,7 @@ def at_start(argv: list[str]) -> dict[str, str]:
     asked = _seen(argv)
     is_planned = asked.language == PLANNED  # and its axes not known yet
     language = asked_layout(asked, "language", "" if is_planned else None)
-    ahead = asked.encoder_schedule == BUBBLES or asked.cuda_graph_impl == "local"
+    ahead = asked.cuda_graph_impl == "local"
     # Megatron asks for one connection with tensor or context parallelism; on a single one, a
     # kernel that waits for another rank holds back those behind it.
     single = is_planned or language.tp > 1 or language.cp > 1 or not ahead
@@ -48,7 +48,7 @@ def at_start(argv: list[str]) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(kernels / "inductor"),
     }
     if ahead:
-        # Loading a kernel later may wait for another rank, see loads_kernels.
+        # Loading a kernel later may wait for all work on the device, and so for another rank.
         found["CUDA_MODULE_LOADING"] = "EAGER"
     return {name: value for name, value in found.items() if name not in os.environ}
 
@@ -56,7 +56,7 @@ def at_start(argv: list[str]) -> dict[str, str]:
 def _seen(argv: list[str]) -> argparse.Namespace:
     """Read the options that the environment depends on; the program's parser checks them later."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--device", "--encoder-schedule", "--cuda-graph-impl"):
+    for name in ("--device", "--cuda-graph-impl"):
         parser.add_argument(name, nargs="?")
     for name in ("--dry-run", "--plan"):
         parser.add_argument(name, nargs="?", const=1, type=_size)

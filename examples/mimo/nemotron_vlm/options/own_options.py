@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import BUBBLES, COLOCATED, NON_COLOCATED, THREE_PHASES
+from examples.mimo.common.layout import COLOCATED, NON_COLOCATED
 from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.model.presets import PRESETS, VLMPreset, find_preset
 from examples.mimo.nemotron_vlm.options.config_file import nearest, with_config
 from megatron.training.argument_utils import ArgumentGroupFactory
+
+THREE_PHASES = "three-phases"
 
 
 def _repeated():
@@ -57,13 +59,10 @@ class OwnOptions:
     """with colocated modules, keep no encoder activations but recompute them in the backward, for
     so many microbatches at a time; 0 keeps them"""
     encoder_macro_batch: int | None = None
-    """with colocated modules, without a pipeline or in its bubbles, encode the images of so many
-    microbatches at once; default: 2 on GPUs if a step has that many (in the bubbles, 4), else 1"""
-    encoder_schedule: Literal[THREE_PHASES, BUBBLES] | None = None
-    """with colocated modules and a pipeline, run the encoder's forward for a whole step before the
-    pipeline and its backward after it (three-phases), or both while the pipeline's stages would
-    wait (bubbles); default: bubbles with --cuda-graph-impl local, equal images, 4 microbatches or
-    more, and tp, cp, ep, vpp and the encoders' tp of 1, else three-phases"""
+    """with colocated modules and no pipeline, encode the images of so many microbatches at once;
+    default: 2 on GPUs if a step has that many, else 1"""
+    encoder_schedule: str = THREE_PHASES
+    """the only schedule of a colocated encoder beside a pipeline: three-phases"""
     freeze: str = ""
     """comma-separated parts that are not trained: encoder, projector, language; the first two are
     those of all encoders, or with NAME: before them of one"""
@@ -136,7 +135,7 @@ class OwnOptions:
     """with --dry-run RANKS, draw who holds what and the timeline of a step to this file"""
     plan: int = 0
     """print the fastest layouts for the model and the batch on so many GPUs, and end; --placement
-    and --encoder-schedule leave out other plans"""
+    leaves out the other"""
     plan_gpu: str = "h200"
     """GPU that --plan and --dry-run are for: h100, h200 or b200"""
     plan_gpus_per_node: int = 8
@@ -172,8 +171,7 @@ model       --model NAME  --freeze PARTS  --fp8-parts PARTS  --dynamic-resolutio
             --dynamic-resolution-min-patches N  --dynamic-resolution-max-patches N
 layout      --encoder LAYOUT  --language LAYOUT|planned  --placement colocated|non-colocated
             --encoder-tp N  --encoder-dp N  --encoder-pp N
-speed       --device cpu|cuda  --encoder-schedule three-phases|bubbles
-            --encoder-macro-batch N  --recompute-encoder N
+speed       --device cpu|cuda  --encoder-macro-batch N  --recompute-encoder N
 data        --data digits|mock|energon:PATH  --pack  --pack-window N  --sample-multiple N
             --disable-balance  --max-tiles N  --disable-thumbnail
             --video-frames N  --video-fps N  --video-target-num-patches N

@@ -8,6 +8,7 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 from examples.mimo.common.layout import COLOCATED, asked_layout
 from examples.mimo.common.layout_rules import CHUNKWISE, main_layers
 from examples.mimo.common.refusals import WHEREVER_SET, Refusal, not_local, with_graphs
+from examples.mimo.nemotron_vlm.options.own_options import THREE_PHASES
 from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
 
 
@@ -37,6 +38,11 @@ def _in_8_bits(args: Namespace) -> bool:
 OWN_GROUP = "Megatron would recompute these layers in a TP group of its own, which is not made"
 
 OF_OWN_OPTIONS = [
+    Refusal(
+        "--encoder-schedule bubbles",
+        lambda args: args.encoder_schedule != THREE_PHASES,
+        f"it was dropped, as no real data could use it; leave it out, which is {THREE_PHASES}",
+    ),
     with_graphs(
         "--pack",
         lambda args: args.pack,

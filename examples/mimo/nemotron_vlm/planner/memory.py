@@ -15,7 +15,7 @@ from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.parameters import chunks_of_stage, held, padded
 from examples.mimo.nemotron_vlm.planner.plan import Plan
 from examples.mimo.nemotron_vlm.planner.schedule import Stage, stages_of_pipeline
-from megatron.core.pipeline_parallel.stage_order import order_of_stage
+from examples.mimo.nemotron_vlm.planner.stage_order import order_of_stage
 
 Memory = dict[str, float]
 """Bytes of a rank, by part."""
@@ -66,7 +66,7 @@ def _language_stage(plan: Plan, machine: Machine, stage: Stage) -> Memory:
     parts = dict(_language_kept(batch, plan.recompute, number, width, logit, stage.number))
     if plan.layouts.non_colocated:
         return parts
-    at_once = plan.encoded_and_kept
+    at_once = plan.encoded_at_once
     kept = min(plan.schedule.recompute or at_once, at_once)
     encoder, bridge, is_first = 0.0, 0.0, stage.number == 0
     for each, own in plan.encoders:

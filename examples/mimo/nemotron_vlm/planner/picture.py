@@ -90,11 +90,8 @@ def describe(plan: Plan, machine: Machine) -> str:
 def describe_step(plan: Plan, machine: Machine) -> str:
     """Return the microbatches of a step, its predicted seconds, and the shares of waiting."""
     step, number = step_time(plan, machine), plan.layouts.num_microbatches
-    where = ", encoder in the bubbles" * plan.schedule.in_bubbles
     waits = (f"{name} {step.parts[name] / step.seconds:.1%}" for name in ("bubble", "bridge"))
-    return (
-        f"predicted step of {number} microbatches{where}: {step.seconds:.3g} s, {', '.join(waits)}"
-    )
+    return f"predicted step of {number} microbatches: {step.seconds:.3g} s, {', '.join(waits)}"
 
 
 def draw(plan: Plan, machine: Machine, path: Path) -> None:

@@ -21,7 +21,6 @@ from examples.mimo.nemotron_vlm.planner.inputs import Inputs, Mean, inputs_of, k
 from examples.mimo.nemotron_vlm.planner.layers import RankBatch
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
-from megatron.core.models.mimo.schedule.bubble_plan import most_kept
 
 if TYPE_CHECKING:  # Megatron's parser is slow to import
     from examples.mimo.nemotron_vlm.options.arguments import Options
@@ -50,19 +49,11 @@ class Plan:
 
     @property
     def encoded_at_once(self) -> int:
-        """Microbatches whose images are encoded at once: all of a step in three phases."""
+        """Microbatches whose images are encoded at once, and their activations kept: with a
+        pipeline all of a step."""
         if self.layouts.non_colocated:
             return 1
         return self.schedule.at_once(self.layouts.language.pp, self.layouts.num_microbatches)
-
-    @property
-    def encoded_and_kept(self) -> int:
-        """Microbatches for whose images the encoder keeps activations at the same time."""
-        if not self.schedule.in_bubbles:
-            return self.encoded_at_once
-        size = self.schedule.macro_batch
-        kept = most_kept(self.layouts.language.pp, size) * size
-        return min(kept, self.layouts.num_microbatches)
 
     @property
     def encoders(self) -> list[tuple[Encoder, Layout]]:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from operator import attrgetter
 
 from examples.mimo.common.layout import SIZES, option_of, table
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, fastest_macro_batch
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import fastest_macro_batch
 from examples.mimo.nemotron_vlm.planner.inputs import words_of
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
@@ -22,7 +22,7 @@ RECOMPUTE = {
 }
 """Options of the program, by recompute setting."""
 DECIDED = """--model --device --bf16 --fp16 --seq-length --global-batch-size --placement
-    --micro-batch-size --encoder --language --encoder-schedule --encoder-macro-batch
+    --micro-batch-size --encoder --language --encoder-macro-batch
     --recompute-encoder --recompute-granularity --recompute-modules --recompute-method
     --recompute-num-layers --recompute-activations --plan --plan-gpu --plan-gpus-per-node
     --plan-tiles --plan-json""".split()
@@ -67,9 +67,7 @@ def choices_of(plan: Plan) -> list[str]:
         " ".join([*encoders, f"--language {lay.language}"]),
         *RECOMPUTE[plan.recompute],
     ]
-    if schedule.in_bubbles:
-        options.append(f"--encoder-schedule {BUBBLES}")
-    if max(schedule.macro_batch, fastest_macro_batch(lay, schedule.in_bubbles)) > 1:
+    if max(schedule.macro_batch, fastest_macro_batch(lay)) > 1:
         options.append(f"--encoder-macro-batch {schedule.macro_batch}")
     if schedule.recompute:
         options.append(f"--recompute-encoder {schedule.recompute}")

@@ -3,40 +3,27 @@
 """The timeline of a step, from the cost of a microbatch in each stage and Megatron's own order.
 
 Colocated modules encode a macro-batch, run the language model's pipeline on its microbatches, and
-run the encoder's backward; with a pipeline, the whole step is one macro-batch (three phases), or
-the encoder works where stages would wait (bubbles), as training plans it with these costs.
+run the encoder's backward; with a pipeline, the whole step is one macro-batch (three phases).
 Non-colocated modules form one pipeline.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import zip_longest
 from operator import add
 from typing import NamedTuple
 
 from examples.mimo.common.layout import Layouts
 from examples.mimo.nemotron_vlm.planner.layers import BACKWARD
-from megatron.core.models.mimo.schedule.bubble_plan import BACKWARD as BACKWARD_PIECE
-from megatron.core.models.mimo.schedule.bubble_plan import (
-    ENCODE,
-    RETURN,
-    Costs,
-    StagePieces,
-    bubble_plan,
-    pieces_around_the_pipeline,
-    pieces_in_turn,
-)
-from megatron.core.pipeline_parallel.stage_order import order_of_stage
+from examples.mimo.nemotron_vlm.planner.stage_order import order_of_stage
 
 Span = tuple[str, float, float]
 """A span of time: phase, begin and end."""
-ENCODER_BACKWARD = "encoder backward"
-"""The piece of a plan of bubbles that is called like an operation of the language model."""
+ENCODE, RETURN, ENCODER_BACKWARD = "encoder forward", "return", "encoder backward"
+"""What each stage does for a macro-batch; a return hands its gradients back, in no time."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +96,6 @@ class Work:
     microbatches: int  # of a step
     encoder: Cost = Cost()  # of a macro-batch, if the encoder is no stage of the pipeline
     at_once: int = 1  # microbatches of a macro-batch
-    in_bubbles: bool = False  # whether the encoder works in the pipeline's bubbles
     hop: float = 0.0  # time that a tensor takes to the next stage
     bridge: float = 0.0  # time of the bridge in a step, if it is no hop of the pipeline
     overhead: float = 0.0  # time of a microbatch on each stage in addition to its layers
@@ -140,37 +126,17 @@ class Work:
         return getattr(self.chunks[virtual], way) + self.overhead / 2 / self.vpp
 
 
-def timeline(work: Work) -> list[list[Span]]:
-    """Simulate a step up to the end of its backward; return the spans of each stage."""
-    return simulate(work, _pieces(work))
-
-
-def _pieces(work: Work) -> Sequence[StagePieces]:
-    """Return each stage's pieces where training would put them at these costs."""
-    size, number = len(work.stages), work.microbatches
-    if work.in_bubbles:
-        language = sum(cost.total for cost in work.by_stage) / size * number
-        encoder = work.macro_batches * work.encoder.total
-        costs = Costs.of_share(encoder / (encoder + language), work.vpp)
-        return bubble_plan(size, number, work.at_once, work.vpp, costs=costs).before
-    operations = 2 * number * work.vpp
-    if work.stages[0].module == "encoder":
-        before = ((),) * (operations + 1)
-    elif size == 1:
-        before = pieces_in_turn(number, work.at_once, trained=True)
-    else:
-        before = pieces_around_the_pipeline(operations, math.ceil(work.macro_batches), trained=True)
-    return [before] * size
-
-
 _Action = tuple[str, int, int]
 """An operation, its virtual stage and microbatch; or the encoder's, a stage and macro-batch."""
 
 
-def simulate(work: Work, pieces: Sequence[StagePieces]) -> list[list[Span]]:
-    """Simulate 1F1B, interleaved with virtual stages, in Megatron's order of microbatches."""
+def timeline(work: Work) -> list[list[Span]]:
+    """Simulate a step up to the end of its backward; return the spans of each stage.
+
+    Stages run 1F1B, interleaved with virtual stages, in Megatron's order of microbatches.
+    """
     stages = range(len(work.stages))
-    orders = [deque(_actions(stage, work, pieces[stage])) for stage in stages]
+    orders = [deque(_actions(stage, work)) for stage in stages]
     done: dict[_Action, float] = {}
     spans: list[list[Span]] = [[] for _ in stages]
     while any(orders):
@@ -203,19 +169,24 @@ def _sources(work: Work, way: str, place: int, number: int) -> list[_Action]:
 
 
 def _name_and_time(work: Work, stage: int, way: str, place: int, number: int) -> tuple[str, float]:
-    if way == ENCODE:
-        return "encoder forward", work.encoding("forward", number)
-    if way == ENCODER_BACKWARD:
-        return "encoder backward", work.encoding("backward", number)
+    if way in (ENCODE, ENCODER_BACKWARD):
+        return way, work.encoding(way.removeprefix("encoder "), number)
     return f"{work.stages[stage].module} {way}", work.operation(way, place)
 
 
-def _actions(stage: int, work: Work, pieces: StagePieces) -> Iterator[_Action]:
-    """Yield all actions of a stage, in order."""
-    order = order_of_stage(stage, len(work.stages), work.microbatches, work.vpp)
-    operations = [(way, chunk * len(work.stages) + stage, number) for way, chunk, number in order]
-    for before, operation in zip_longest(pieces, operations):
-        for kind, number in before:
-            yield ENCODER_BACKWARD if kind == BACKWARD_PIECE else kind, stage, number
-        if operation:
-            yield operation
+def _actions(stage: int, work: Work) -> Iterator[_Action]:
+    """Yield all actions of a stage, in order.
+
+    A macro-batch is encoded before its first forward and goes back after its last backward.
+    """
+    size, is_apart = len(work.stages), work.stages[0].module == "encoder"
+    at_once = work.at_once if size == 1 else work.microbatches
+    for k, first in enumerate(range(0, work.microbatches, at_once)):
+        count = min(at_once, work.microbatches - first)
+        if not is_apart:
+            yield ENCODE, stage, k
+        for way, chunk, number in order_of_stage(stage, size, count, work.vpp):
+            yield way, chunk * size + stage, first + number
+        if not is_apart:
+            yield RETURN, stage, k
+            yield ENCODER_BACKWARD, stage, k

@@ -17,11 +17,7 @@ from typing import NamedTuple
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, PLACEMENTS, Batch, Layout, Layouts
 from examples.mimo.common.layout_rules import CHUNKWISE, language_violation
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
-    FASTEST,
-    fastest_macro_batch,
-    in_several_stages,
-)
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import FASTEST, fastest_macro_batch
 from examples.mimo.nemotron_vlm.model.part_settings import ModelPart
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.layout_rules import encoder_violation, pair_violation
@@ -62,7 +58,6 @@ class Task:
     inputs: tuple[Inputs, ...]  # of a sample, for each encoder
     operations: float  # of a sample's forward and backward, for reported throughput
     placements: tuple[str, ...] = PLACEMENTS  # that may be chosen
-    in_bubbles: bool = False  # whether colocated encoders work in the pipeline's bubbles
     micro_sizes: tuple[int, ...] = MICRO_SIZES  # microbatches that may be chosen
     state: StateBytes = StateBytes()
     frozen: frozenset[ModelPart] = frozenset()
@@ -150,12 +145,8 @@ def _enough(task: Task) -> int | None:
 def _plans(task: Task) -> Iterator[Plan]:
     """Yield all plans that the program's rules allow, without recompute."""
     for layouts in candidates(task):
-        pipelined = layouts.language.pp > 1 and not layouts.non_colocated
-        in_bubbles = task.in_bubbles and pipelined
-        if in_bubbles and in_several_stages(layouts):
-            continue
-        for macro_batch in _macro_batches(layouts, in_bubbles):
-            schedule = EncoderSchedule(macro_batch, in_bubbles)
+        for macro_batch in _macro_batches(layouts):
+            schedule = EncoderSchedule(macro_batch)
             how = {"schedule": schedule, "state": task.state, "frozen": task.frozen}
             yield Plan(task.preset, layouts, task.inputs, **how)
 
@@ -189,9 +180,9 @@ def fitting(plan: Plan, machine: Machine) -> Plan | None:
     return None
 
 
-def _macro_batches(layouts: Layouts, in_bubbles: bool) -> tuple[int, ...]:
+def _macro_batches(layouts: Layouts) -> tuple[int, ...]:
     """Return the macro-batch sizes to try; just 1 if the schedule leaves no choice."""
-    if fastest_macro_batch(layouts, in_bubbles) == 1:
+    if fastest_macro_batch(layouts) == 1:
         return (1,)
     return tuple(size for size in MACRO_BATCHES if size <= layouts.num_microbatches)
 

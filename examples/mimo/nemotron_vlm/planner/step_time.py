@@ -129,7 +129,7 @@ def _bridge_of(plan: Plan, machine: Machine, encoder: Encoder, e: Layout) -> flo
     if not received:
         return 0.0
     crossings = 2
-    if lay.pp == 1 or plan.schedule.in_bubbles:
+    if lay.pp == 1:
         crossings *= plan.layouts.num_microbatches
     return crossings * machine.latency(leaves) + received / machine.bandwidth(leaves)
 
@@ -189,9 +189,8 @@ def estimate(plan: Plan, machine: Machine) -> float:
     each = [cost.total + work.overhead for cost in work.by_stage]
     ends = (sum(each) - max(each)) / vpp + 2 * (len(each) - 1) * work.hop
     alone = work.macro_batches * work.encoder.total + work.bridge
-    around = max(ends, alone) if plan.schedule.in_bubbles else ends + alone
     after = sum(after_backward(plan, machine)) + machine.step_overhead
-    return work.microbatches * max(each) + around + after
+    return work.microbatches * max(each) + ends + alone + after
 
 
 def work_of(plan: Plan, machine: Machine) -> Work:
@@ -208,5 +207,5 @@ def work_of(plan: Plan, machine: Machine) -> Work:
         both = zip(encoders, layouts.encoders, strict=True)
         chunks = *(cost for cost, own in both for _ in range(own.pp)), *chunks
         return Work(stages, chunks, number, hop=max(hop, bridge / number / 2), **shared)
-    encoded = sum(encoders, Cost()), plan.encoded_at_once, plan.schedule.in_bubbles
+    encoded = sum(encoders, Cost()), plan.encoded_at_once
     return Work(stages, chunks, number, *encoded, hop, bridge, **shared)

@@ -28,7 +28,7 @@ from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.forward.equal_samples import shared_out
 from megatron.core.models.mimo.forward.macro_batches import Microbatch
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.schedule.encoder_work import EncoderWork, loads_kernels
+from megatron.core.models.mimo.schedule.encoder_work import EncoderWork
 from megatron.core.models.mimo.schedule.graph_capture import (
     capture,
     capture_deferred,
@@ -36,7 +36,6 @@ from megatron.core.models.mimo.schedule.graph_capture import (
 )
 from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.pipeline_parallel.filled_waits import FilledWaits
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import (
     MultiModuleProcessGroupCollection,
@@ -61,7 +60,7 @@ def colocated_forward_backward(
     p2p_communicator: P2PCommunicator | None = None,
     adjust_tensor_shapes_fn: Callable | None = None,
     decoder_seq_length: int | None = None,
-    at_once: int | None = None,
+    encodes_all: bool = False,
 ) -> list:
     """Run forward and backward over one batch; gradients are final on return.
 
@@ -86,7 +85,7 @@ def colocated_forward_backward(
         micro_batch_size: sequences of a microbatch.
         pg_collection: the language model's groups, or those of all this rank's modules.
         p2p_communicator, adjust_tensor_shapes_fn, decoder_seq_length: not used.
-        at_once: microbatches that are encoded at once, in place of what the model's settings say.
+        encodes_all: encode all microbatches at once, whatever the model's settings say.
 
     Returns:
         The loss function's report of each microbatch on the last stage; empty on other stages.
@@ -100,22 +99,15 @@ def colocated_forward_backward(
     schedule = schedules.get_forward_backward_func(
         pp_size=pg_collection.pp.size(), vp_size=config.virtual_pipeline_model_parallel_size
     )
-    pipelined = pg_collection.pp.size() > 1
-    settings = stages[0].mimo_config.encoder_schedule
-    size = at_once or settings.at_once(pg_collection.pp.size(), num_microbatches)
-    communicator = P2PCommunicator(pg_collection.pp, config)
-    fills_bubbles = pipelined and settings.in_bubbles and not forward_only
-    # The first step in bubbles on GPUs runs in another order than later steps. Graphs of a training
-    # step would drop out in an evaluation, and count its tokens for the experts' biases.
-    recorded = not (forward_only or (fills_bubbles and loads_kernels(stages[0])))
-    held_back = contextlib.nullcontext() if recorded else nothing_recorded()
+    settings, size = stages[0].mimo_config.encoder_schedule, num_microbatches
+    if not encodes_all:
+        size = settings.at_once(pg_collection.pp.size(), num_microbatches)
+    # Graphs of a training step would drop out in an evaluation, and count its tokens for the
+    # experts' biases.
+    held_back = nothing_recorded() if forward_only else contextlib.nullcontext()
     with torch.set_grad_enabled(not forward_only), held_back:
-        encoders = EncoderWork(
-            stages, data_iterator, num_microbatches, size, pg_collection, fills_bubbles
-        )
+        encoders = EncoderWork(stages, data_iterator, num_microbatches, size)
         iterators = [encoders.microbatches(chunk) for chunk in range(len(stages))]
-        if fills_bubbles:
-            communicator = FilledWaits(pg_collection.pp, config, encoders.work)
         counted: list[torch.Tensor | None] = []
         with _grad_finalization_deferred(config, counted), capture_deferred():
             reports = schedule(
@@ -128,13 +120,11 @@ def colocated_forward_backward(
                 forward_only=forward_only,
                 collect_non_loss_data=collect_non_loss_data,
                 first_val_step=first_val_step,
-                p2p_communicator=communicator,
+                p2p_communicator=P2PCommunicator(pg_collection.pp, config),
                 pg_collection=pg_collection,
                 force_all_reduce=force_all_reduce,
             )
         encoders.finish()
-        if isinstance(communicator, FilledWaits):
-            communicator.finish()
     if counted and config.finalize_model_grads_func is not None:
         config.finalize_model_grads_func(
             stages,
@@ -142,7 +132,7 @@ def colocated_forward_backward(
             pg_collection=pg_collection,
             force_all_reduce=force_all_reduce,
         )
-    if config.cuda_graph_impl == "local" and recorded:
+    if config.cuda_graph_impl == "local" and not forward_only:
         capture()
     return reports
 
@@ -189,7 +179,7 @@ def colocated_forward_backward_with_pp(
         model=mimo_model,
         num_microbatches=num_microbatches,
         forward_only=forward_only,
-        at_once=num_microbatches,
+        encodes_all=True,
         **schedule_kwargs,
     )
 

@@ -59,8 +59,7 @@ def step(layouts, rows, count, micro_size, first=0, balance=False, macro_batch=1
     else:
         ranks = [(part, part * dp // parts) for part in range(parts)]
         ranks += [(rank * parts // dp, rank) for rank in range(dp)]
-    in_bubbles = macro_batch is not None  # else a pipeline encodes a step at once
-    schedule = EncoderSchedule(macro_batch or count, in_bubbles)
+    schedule = EncoderSchedule(macro_batch or count)
     plans = {rank: step_plan(layouts, *rank, balance, schedule) for rank in ranks}
     return {rank: list(plan.takes(rows, first, count, micro_size)) for rank, plan in plans.items()}
 

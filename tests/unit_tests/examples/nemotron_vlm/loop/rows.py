@@ -71,7 +71,6 @@ ZIGZAG = ("--linear-cp-mode", "chunkwise", "--linear-cp-layout", "zigzag")
 HEADS = ("--linear-cp-mode", "headwise")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "2000")
 RECOMPUTE = (*FULL, "--recompute-encoder", "1")
-BUBBLES = ("--encoder-schedule", "bubbles")
 GRAPHS = ("--cuda-graph-impl", "local")
 MACRO_BATCH = ("--encoder-macro-batch", "2")
 PADDED_256 = ("--make-vocab-size-divisible-by", "64")  # two of four TP ranks have no word
@@ -139,7 +138,7 @@ ON_CPUS = {
     "two encoders": [
         Row(8, "sound and images", "images:tp=2,dp=4 sound:dp=8", "cp=2,pp=2,dp=2,ep=2"),
         Row(8, "sound and images", "images:tp=4,dp=2 sound:dp=8", "cp=2,dp=4,ep=2", WORKERS),
-        Row(4, "sound and images", "images:tp=2,dp=2 sound:dp=4", PIPELINE, BUBBLES, FREEZE_SOUND),
+        Row(4, "sound and images", "images:tp=2,dp=2 sound:dp=4", PIPELINE, OVERLAP, FREEZE_SOUND),
         Row(
             *(4, "sound and images", "images:tp=4,dp=1 sound:dp=4", FLAT),
             (*OVERLAP, "--recompute-encoder", "1"),
@@ -171,7 +170,7 @@ ON_CPUS = {
         Row(8, "packed images of any size", "tp=2,dp=4", "cp=2,pp=2,dp=2,ep=2"),
         Row(8, "packed images of any size", "dp=8", "tp=2,cp=2,dp=2", (*OVERLAP, *MACRO_BATCH)),
         Row(4, "packed images of any size", "dp=4", PIPELINE, RECOMPUTE, ("--freeze", "encoder")),
-        Row(4, "packed images of any size", "tp=2", PIPELINE, BUBBLES, ("--freeze", "language")),
+        Row(4, "packed images of any size", "tp=2", PIPELINE, OVERLAP, ("--freeze", "language")),
         Row(4, "packed images of any size", "dp=2", "dp=2", APART),
         Row(4, "packed images of any size", "pp=2,dp=1", "cp=2,dp=1,ep=2", APART),
         Row(4, "digits of any size", "tp=4", "dp=4,ep=2", (*WORKERS, *RECOMPUTE[-2:])),
@@ -183,7 +182,7 @@ ON_CPUS = {
             *(4, "packed sound and video", "images:tp=2,dp=2 sound:dp=4", FLAT),
             (*OVERLAP, *MACRO_BATCH, "--recompute-encoder", "1"),
         ),
-        Row(4, "packed sound and video", "images:dp=4 sound:dp=4", PIPELINE, BUBBLES, FREEZE_SOUND),
+        Row(4, "packed sound and video", "images:dp=4 sound:dp=4", PIPELINE, OVERLAP, FREEZE_SOUND),
         Row(8, "packed sound and video", "images:tp=4,dp=2 sound:dp=8", "tp=2,cp=2,pp=2,dp=1"),
         Row(8, "packed sound and video", "images:tp=2,dp=2 sound:dp=2", "dp=2,ep=2", APART),
         Row(4, "packed sound and video", "images:tp=2,dp=1 sound:dp=1", "dp=1", APART),
@@ -220,11 +219,7 @@ ON_CPUS = {
                 "dp=4,ep=2",
             ),
             (("--hybrid-layer-pattern", "MEM|*MEM*"), "pp=2,dp=2,ep=2"),
-            ((*OVERLAP, *BUBBLES), PIPELINE),
-            (
-                (*BUBBLES, "--recompute-encoder", "1", "--overlap-grad-reduce"),
-                "pp=2,vpp=2,dp=2,ep=2",
-            ),
+            (("--recompute-encoder", "1", "--overlap-grad-reduce"), "pp=2,vpp=2,dp=2,ep=2"),
         )
     ],
     "options of every layout": [
@@ -305,7 +300,6 @@ ON_SHARDS = [
 
 WEIGHTS = {
     "whole samples": [
-        Row(8, "tiny", "tp=1,dp=8", "cp=2,pp=2,dp=2,ep=2", BUBBLES, microbatches=4),
         Row(8, "tiny", "tp=1,dp=8", "tp=4,dp=2,ep=2,etp=1"),
         Row(8, "tiny", "tp=4,dp=2", "tp=1,dp=8,ep=4"),
         Row(8, "tiny", "tp=2,dp=4", "tp=2,dp=4,ep=8,etp=1"),
@@ -314,7 +308,6 @@ WEIGHTS = {
         Row(8, "tiny", "tp=2,dp=4", "pp=2,dp=4,ep=2", microbatches=4),
         Row(8, "tiny", "tp=4,dp=2", "pp=2,dp=4,ep=4,vpp=2", microbatches=4),
         Row(8, "tiny", "tp=1,dp=8", "cp=2,pp=2,dp=2,ep=2", microbatches=4),
-        Row(8, "tiny", "tp=2,dp=4", "pp=2,dp=4,ep=4,vpp=2", BUBBLES, microbatches=4),
         Row(8, "tiny", "tp=1,dp=8", "pp=2,dp=4", ("--recompute-encoder", "1")),
     ],
     "silent errors": [

@@ -9,7 +9,6 @@ See rows.py. `make test-gpu` runs the former, batches of Slurm jobs run all.
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
     ALLGATHER,
     APART,
-    BUBBLES,
     EVALUATION,
     GRAPHS,
     RECOMPUTE,
@@ -19,7 +18,6 @@ from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
 from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL
 
 ROUTER_GRAPHS = (*GRAPHS, "--cuda-graph-modules", "attn", "mamba", "moe_router")
-THREE_PHASES = ("--encoder-schedule", "three-phases")  # else graphs have bubbles
 ALLTOALL = ("--moe-token-dispatcher-type", "alltoall")
 NO_OVERLAP = ("--no-overlap-grad-reduce", "--no-overlap-param-gather")
 
@@ -103,9 +101,7 @@ ON_TWO_GPUS = [
 
 AHEAD = [
     Row(2, "two digits", "tp=2", "dp=2", GRAPHS),
-    Row(2, "two digits", "dp=2", "pp=2", (*GRAPHS, *THREE_PHASES), microbatches=4),
     Row(2, "two digits", "dp=2", "pp=2", GRAPHS, microbatches=4),
-    Row(2, "engine", "dp=2", "pp=2", BUBBLES, microbatches=4),
     Row(2, "bf16 two digits", "dp=2", "pp=2", GRAPHS, microbatches=4),
 ]
 """Rows on two GPUs with several connections to each, where the host runs ahead of the device.
@@ -122,7 +118,6 @@ AT_SCALE = [
     Row(8, "nano", "tp=4,dp=2", "dp=4,cp=2"),
     Row(4, "nano", "dp=4", "pp=2,dp=2"),
     Row(4, "nano", "dp=4", "pp=4"),
-    Row(4, "nano", "dp=4", "pp=4", BUBBLES),
     Row(4, "nano", "tp=2,dp=2", "cp=2,pp=2,ep=2"),
     Row(4, "nano", "dp=4", "dp=4,ep=4"),
     Row(8, "nano", "dp=8", "dp=8,ep=8"),

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, THREE_PHASES
 from examples.mimo.nemotron_vlm.options import arguments
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from tests.unit_tests.examples.nemotron_vlm.options.test_stock_options import (
@@ -27,9 +26,6 @@ from tests.unit_tests.examples.nemotron_vlm.options.test_stock_options import (
         ("", 1),
         ("--device cuda --global-batch-size 8", 1),  # a step of one microbatch
         ("--device cuda --language pp=2", 1),
-        ("--device cuda --language pp=2 --encoder-schedule bubbles", 2),
-        ("--device cuda --language pp=2 --encoder-schedule bubbles --global-batch-size 12", 1),
-        ("--language pp=2 --encoder-schedule bubbles", 1),
         ("--device cuda --placement non-colocated", 1),
         ("--device cuda --encoder-macro-batch 1", 1),
         ("--encoder-macro-batch 3", 3),
@@ -41,29 +37,17 @@ def test_microbatches_encoded_at_once_by_default(options, expected):
 
 
 @pytest.mark.parametrize(
-    ("options", "schedule", "at_once"),
+    ("options", "at_once"),
     [
-        ("--language pp=2", BUBBLES, 2),
-        ("--language pp=2 --global-batch-size 40", BUBBLES, 2),  # of 2, 2 and 1
-        ("--language pp=2 --encoder-macro-batch 4 --global-batch-size 64", BUBBLES, 4),
-        ("--language pp=2,ep=2", THREE_PHASES, 1),
-        ("--language pp=2 --encoder tp=2", THREE_PHASES, 1),
-        ("--language pp=2 --global-batch-size 24", THREE_PHASES, 1),  # three microbatches
-        ("--language pp=2 --encoder-macro-batch 1", THREE_PHASES, 1),
-        ("--language pp=2 --encoder-schedule three-phases", THREE_PHASES, 1),
-        ("--language pp=2 --cuda-graph-impl none", THREE_PHASES, 1),
-        ("--language pp=2 --encoder tp=4", THREE_PHASES, 1),  # over both stages
-        ("--language pp=2,vpp=2", THREE_PHASES, 1),
-        ("--language pp=2,tp=2", THREE_PHASES, 1),
-        ("--language pp=2,cp=2 --bf16", THREE_PHASES, 1),
-        ("--language dp=4", THREE_PHASES, 2),
-        ("--language dp=4 --global-batch-size 48", THREE_PHASES, 1),  # three microbatches
-        ("--language dp=4 --encoder-macro-batch 4", THREE_PHASES, 4),  # a step has two
+        ("--language pp=2", 1),
+        ("--language dp=4", 2),
+        ("--language dp=4 --global-batch-size 48", 1),  # three microbatches
+        ("--language dp=4 --encoder-macro-batch 4", 4),  # a step has two
     ],
 )
-def test_with_cuda_graphs_the_encoder_is_in_the_bubbles_by_default(options, schedule, at_once):
+def test_with_cuda_graphs_macro_batches_divide_a_step(options, at_once):
     found = parsed(f"{GRAPHS} --data mock {options}", 4).args
-    assert (found.encoder_schedule, found.encoder_macro_batch) == (schedule, at_once)
+    assert found.encoder_macro_batch == at_once
 
 
 @pytest.mark.parametrize(
@@ -211,20 +195,3 @@ def test_no_weights_in_fp8_are_kept_for_the_graphs_of_other_microbatches(pp, is_
     """With a pipeline each microbatch has graphs of its own, whose weights would grow old."""
     line = f"{GRAPHS} {FP8} --language pp={pp}"
     assert parsed(line, 2).configs.language.disable_parameter_transpose_cache is not is_kept
-
-
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
-        ("CUDA_MODULE_LOADING", "LAZY"),
-        ("LOCAL_WORLD_SIZE", "4"),
-    ],
-)
-def test_where_kernels_hold_each_other_back_the_encoder_is_not_in_the_bubbles_by_default(
-    variable, value, monkeypatch
-):
-    monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    found = parsed(f"{GRAPHS} --data mock --language pp=2", 4)
-    assert found.args.encoder_schedule == THREE_PHASES

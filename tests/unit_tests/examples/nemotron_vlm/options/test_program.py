@@ -57,8 +57,8 @@ CONNECTIONS, LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
 STARTS = [
     ("", {CONNECTIONS: "1"}),
     ("--language tp=2,pp=2", {CONNECTIONS: "1"}),
-    ("--language pp=2 --encoder-schedule bubbles", {CONNECTIONS: "8", LOADING: "EAGER"}),
-    ("--language=pp=2,cp=2 --encoder-schedule=bubbles", {CONNECTIONS: "1", LOADING: "EAGER"}),
+    ("--language pp=2 --cuda-graph-impl local", {CONNECTIONS: "8", LOADING: "EAGER"}),
+    ("--language=pp=2,cp=2 --cuda-graph-impl=local", {CONNECTIONS: "1", LOADING: "EAGER"}),
     (
         "--context-parallel-size 2 --cuda-graph-impl local --bf16",
         {CONNECTIONS: "1", LOADING: "EAGER"},

@@ -7,21 +7,14 @@ import gc
 import weakref
 from types import SimpleNamespace
 
-import pytest
 import torch
 
-from megatron.core.models.mimo.schedule import encoder_work
-from megatron.core.models.mimo.schedule.graph_capture import (
-    capture,
-    capture_each_use,
-    nothing_recorded,
-)
+from megatron.core.models.mimo.schedule.graph_capture import capture, nothing_recorded
 from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tests.unit_tests.examples.nemotron_vlm.loop.rows import BUBBLES
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.models.mimo.one_step import arguments
 from tests.unit_tests.test_utilities import Utils, requires_world_size
@@ -37,18 +30,15 @@ def make_manager(function=None) -> CudaGraphManager:
 
 class TestRecording:
     @requires_world_size(2)
-    @pytest.mark.parametrize("options", [BUBBLES, ()], ids=["bubbles", "phases"])
-    def test_begins_with_the_first_step_in_the_order_of_later_ones(self, options, monkeypatch):
-        """In bubbles that step is the second on GPUs. Graphs are captured once in a step, when all
-        gradients are final. Evaluations record and capture nothing."""
+    def test_is_of_training_steps_alone(self, monkeypatch):
+        """Graphs are captured once in a step, when all gradients are final. Evaluations record and
+        capture nothing."""
         record, found = CudaGraphManager.__call__, []
-        monkeypatch.setattr(encoder_work, "_is_on_gpu", lambda _: True)
 
         def note(*_):
             found.append(CudaGraphManager.__call__ is record)
 
-        job = *arguments("dp=2", "pp=2,dp=1"), *options
-        with trainer(*job, "--train-iters", "2", "--lr", "1e-3") as run:
+        with trainer(*arguments("dp=2", "pp=2,dp=1"), "--train-iters", "2", "--lr", "1e-3") as run:
             stage = run.stages[0]
             stage.config.cuda_graph_impl = "local"
             finalize = stage.config.finalize_model_grads_func
@@ -70,8 +60,8 @@ class TestRecording:
             evaluated, found[:] = found[:], []
             run.train_step()
         assert set(evaluated) == {False}
-        assert set(first) == ({False, "final"} if options else {True, "final", "captured"})
-        assert found[-2:] == ["final", "captured"] and set(found[:-2]) == {True}
+        for step in first, found:
+            assert step[-2:] == ["final", "captured"] and set(step[:-2]) == {True}
 
     def test_ends_in_captures_beside_which_other_threads_may_allocate(self, monkeypatch):
         made, modes = torch.cuda.graph, []
@@ -84,7 +74,7 @@ class TestRecording:
         monkeypatch.undo()
         assert torch.cuda.graph is made
 
-    def test_is_not_done_where_the_order_will_be_another(self):
+    def test_is_not_done_in_an_evaluation(self):
         class Doubling(MegatronModule):
             def forward(self, value, *, add):
                 return 2 * value + add
@@ -93,11 +83,6 @@ class TestRecording:
         with nothing_recorded():
             assert make_manager()(module, (3,), {"add": 1}) == 7
             assert make_manager(lambda value: value + 5)(module, (3,), {}) == 8
-
-    def test_gives_each_forward_graphs_of_its_own(self):
-        encoder = torch.nn.Sequential(make_manager(), torch.nn.Linear(1, 1))
-        capture_each_use(encoder)
-        assert not encoder[0].reuse_cudagraphs
 
 
 class TestTeardown:

@@ -40,8 +40,6 @@ class Bridge:
             ``[b, s, h]``; ``{'b': 0, 'h': 1}`` is for flat embeddings, whose rows are the samples'
             tokens one after the other.
 
-    Attribute ``ran_in_bubbles``: whether a step has run in bubbles; set by its schedule.
-
     Raises:
         ValueError: the grids don't allow a bridge; see :func:`bridge_topology`.
     """
@@ -67,8 +65,6 @@ class Bridge:
         exchanges, ranks = self.topology.exchanges, sorted(self.topology.dest)
         self.block_pg = self._new_group(self.topology.blocks if exchanges else [])
         self.all_pg = self._new_group([ranks] if exchanges else [])
-        self.return_pg: dist.ProcessGroup | None = None
-        self.ran_in_bubbles = False
         if self.block_pg is not None:
             members = dist.get_process_group_ranks(self.block_pg)
             self._plan = plan_block(self.topology, members)
@@ -169,18 +165,6 @@ class Bridge:
                 f"{-low:g} to {high:g}. Give the microbatches a batch_plan (a BatchPlan)"
             )
 
-    def make_return_group(self) -> None:
-        """Make a process group for gradients alone; collective over the world.
-
-        Each direction of the bridge then has its own order of exchanges, and may run beside the
-        other; without the group both share one.
-        """
-        self.return_pg = self._new_group(self.topology.blocks if self.topology.exchanges else [])
-        for group in filter(None, (self.block_pg, self.return_pg)):
-            # The first exchange between two ranks blocks the host until both take part.
-            token = torch.zeros(group.size(), device=torch.cuda.current_device())
-            dist.all_to_all_single(torch.empty_like(token), token, group=group)
-
     def begin(self, rows: Tensor, routes: tuple[Route, Route]) -> Moving:
         """Start moving rows ``[rows, H]`` to the destination without waiting; not differentiable.
 
@@ -192,14 +176,14 @@ class Bridge:
     def begin_return(self, gradient: Tensor, routes: tuple[Route, Route]) -> Moving:
         """Start moving the gradient ``[rows, H]`` of consumed rows back, as :meth:`begin` does."""
         with record_function(NAME):
-            return Moving(gradient, routes[1], self.return_pg or self.block_pg)
+            return Moving(gradient, routes[1], self.block_pg)
 
     def destroy(self) -> None:
         """Free the process groups that this bridge made; the grids keep theirs."""
-        for group in (self.block_pg, self.all_pg, self.return_pg):
+        for group in (self.block_pg, self.all_pg):
             if group is not None:
                 dist.destroy_process_group(group)
-        self.block_pg = self.all_pg = self.return_pg = None
+        self.block_pg = self.all_pg = None
 
     def _new_group(self, ranks: list[list[int]]) -> dist.ProcessGroup | None:
         if not ranks:

@@ -77,15 +77,13 @@ class MacroBatch:
             microbatch["encoder_embeddings"] = found
         self._made = {name: self._made[name] for name in self._grads}
 
-    def begin_return(self) -> None:
-        """Start sending the rows' gradients back, after the backward of all its microbatches."""
+    def backward(self) -> None:
+        """Send the rows' gradients back, after the backward of all its microbatches, and run the
+        encoders' backward, if they take gradients."""
         for name in self._made:
             if self._routes[name] is not None:
                 gradient, routes = self._grads.pop(name), self._routes[name]
                 self._moving[name] = self._bridge(name).begin_return(gradient, routes)
-
-    def backward(self) -> None:
-        """Wait for the gradients and run the encoders' backward."""
         arrived = {name: moving.finish() for name, moving in self._moving.items()}
         gradients = [arrived.get(name, self._grads.get(name)) for name in self._made]
         self._moving, self._grads = {}, {}

@@ -28,7 +28,7 @@ def capture() -> None:
 
 
 def nothing_recorded() -> AbstractContextManager[None]:
-    """Inside, modules run without graphs: for a step unlike those that are recorded."""
+    """Inside, modules run without graphs: for an evaluation, which would be recorded."""
     return replaced(CudaGraphManager, __call__=_run_module)
 
 
@@ -38,14 +38,3 @@ def _run_module(
     if manager.func is not None:
         return manager.func(*args, **kwargs)
     return super(MegatronModule, module).__call__(*args, **kwargs)
-
-
-def capture_each_use(module: torch.nn.Module) -> None:
-    """Give each forward of a step its own CUDA graph; call it before any graph is recorded.
-
-    Graphs share memory that was free when they were captured. A graph that is replayed at another
-    point of the step could overwrite memory that another graph uses there.
-    """
-    for child in module.modules():
-        if isinstance(child, CudaGraphManager):
-            child.reuse_cudagraphs = False

@@ -8,14 +8,12 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, 
 
 
 def order_of_stage(
-    stage: int, size: int, microbatches: int, vpp: int, group: int | None = None
+    stage: int, size: int, microbatches: int, vpp: int
 ) -> list[tuple[str, int, int]]:
     """Return the operations of a stage in Megatron's 1F1B, in order.
 
     Args:
         vpp: virtual stages of each stage; with more than one, the schedule is interleaved.
-        group: consecutive microbatches that a virtual stage runs before the next one does; by
-            default as many as there are stages.
 
     Returns:
         ``"forward"`` or ``"backward"``, virtual stage and microbatch of each operation.
@@ -24,9 +22,8 @@ def order_of_stage(
     place = SimpleNamespace(
         pp_group=fake, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None
     )
-    group = group or size
-    table = get_schedule_table(microbatches, vpp, group)
-    warmup = get_pp_rank_microbatches(microbatches, vpp, group, p2p_communicator=place)[2]
+    table = get_schedule_table(microbatches, vpp, size)
+    warmup = get_pp_rank_microbatches(microbatches, vpp, size, p2p_communicator=place)[2]
     forwards = [("forward", chunk, number) for number, chunk in table]
     backwards = [("backward", vpp - 1 - chunk, number) for number, chunk in table]
     steady = [step for pair in zip(forwards[warmup:], backwards, strict=False) for step in pair]
