@@ -196,20 +196,6 @@ class TestRestart:
         assert losses(cut) == whole
         assert [record["step"] for record in read_metrics(cut)] == [1, 2, 3, 4, 5, 6]
 
-    def test_after_a_kill_goes_on_from_the_ranks_own_copies(self, whole, tmp_path):
-        pytest.importorskip("nvidia_resiliency_ext", minversion="0.6")
-        errors, cut, saved = (tmp_path / name for name in ("errors.txt", "cut.jsonl", "cut"))
-        places = ("--metrics-out", cut, "--save", saved, "--load", saved)
-        places += ("--non-persistent-local-ckpt-dir", tmp_path / "own")
-        copies = ("--non-persistent-ckpt-type", "local", "--non-persistent-save-interval", "1")
-        process = start_faulty(
-            errors, "kill", LANGUAGE, 4, "optimizer", *places, *copies, restarts=1
-        )
-        process.join(300)
-        assert process.exitcode == 0, errors.read_text()
-        assert newest(saved) == 6 and losses(cut) == whole
-        assert f"going on after step 3 of 6, from {tmp_path / 'own'}" in errors.read_text()
-
 
 class TestFileSystem:
     """A file system of its own, which needs root."""

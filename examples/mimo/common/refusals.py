@@ -19,7 +19,6 @@ POSITIONS = "a hybrid model has none, learned_absolute, rope and yarn"
 WEIGHTS = (
     "initial weights follow from the seed and each parameter's name, so that no layout changes them"
 )
-NVRX = "nvidia_resiliency_ext"
 ENGINE = "it needs --transformer-impl transformer_engine"
 GPU = "it needs a GPU: --device cuda"
 
@@ -82,8 +81,10 @@ WHEREVER_SET = {
     "--freeze names the parts": "--freeze-all-layers",
     "gradients of all parts are clipped by one norm": "--mtp-detach-heads",
     "a hybrid model has all layers of later tokens on its last stage": "--mtp-standalone --mtp-hsm",
-    "it has not been shown to work; where a node has lost its files, all load a checkpoint": """
-        --replication --replication-jump""",
+    "copies between checkpoints were dropped; --save-interval with --save-retain-interval keeps "
+    "the newest and every N-th checkpoint": """
+        --non-persistent-ckpt-type --non-persistent-save-interval --non-persistent-local-ckpt-dir
+        --non-persistent-global-ckpt-dir --replication --replication-jump""",
     "--language vpp=… gives virtual stages": """
         --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank""",
 }
@@ -239,32 +240,6 @@ REFUSALS = [
         lambda args: args.cross_entropy_loss_fusion and not args.bf16,
         "it rounds the gradients of the logits to bfloat16",
     ),
-    _set_to(
-        "--non-persistent-ckpt-type global",
-        "--save-interval and --save-retain-interval keep the newest and every N-th checkpoint",
-    ),
-    Refusal(
-        "--non-persistent-local-ckpt-algo fully_parallel",
-        lambda args: (
-            args.non_persistent_ckpt_type == "local"
-            and args.non_persistent_local_ckpt_algo == "fully_parallel"
-        ),
-        "ranks exchange what they read in one module's groups",
-    ),
-    Refusal(
-        "--non-persistent-ckpt-type local",
-        lambda args: (
-            args.non_persistent_ckpt_type == "local"
-            and not _only_predicts(args)
-            and find_spec(NVRX) is None
-        ),
-        "nvidia-resiliency-ext, which writes the files, is not installed",
-    ),
-    Refusal(
-        "--non-persistent-ckpt-type local with --wandb-project",
-        lambda args: args.non_persistent_ckpt_type == "local" and args.wandb_project,
-        "Megatron would log each copy as an artifact with a file that only a checkpoint has",
-    ),
     Refusal(
         "--log-straggler",
         lambda args: args.log_straggler and args.device == "cuda" and find_spec("pynvml") is None,
@@ -309,7 +284,7 @@ REFUSALS = [
     ),
     Refusal(
         "--enable-ft-package",
-        lambda args: args.enable_ft_package and find_spec(NVRX) is None,
+        lambda args: args.enable_ft_package and find_spec("nvidia_resiliency_ext") is None,
         "nvidia-resiliency-ext, which watches the ranks, is not installed",
     ),
     Refusal(
@@ -337,11 +312,6 @@ REFUSALS = [
 IN_OTHERS = [
     _set_to(
         "--cuda-graph-impl local", "only pretrain_nemotron_vlm.py prepares its modules for graphs"
-    ),
-    Refusal(
-        "--non-persistent-ckpt-type local",
-        lambda args: args.non_persistent_ckpt_type or args.non_persistent_save_interval,
-        "only pretrain_nemotron_vlm.py checks that a copy fits before it is loaded",
     ),
     _set("--log-straggler", "its detector times parts of pretrain_nemotron_vlm.py's steps alone"),
     Refusal(

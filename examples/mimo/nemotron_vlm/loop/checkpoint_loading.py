@@ -20,7 +20,6 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import option_of
 from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks
 from examples.mimo.nemotron_vlm.loop.checkpoint_saving import Saves
-from examples.mimo.nemotron_vlm.loop.local_copies import attempt_of, step_of
 from examples.mimo.nemotron_vlm.loop.resume_rules import check_resume, check_vocabulary
 from examples.mimo.nemotron_vlm.loop.terminal import LAYOUT, beginning, changes, goes_on, say
 from examples.mimo.nemotron_vlm.options.value_rules import saves_into
@@ -74,7 +73,7 @@ def _load(
     *arguments,
     **named,
 ) -> tuple[int, int]:
-    """Load the copy or the checkpoint that the run goes on from, whichever is newer."""
+    """Load the checkpoint that the run goes on from."""
     directory, saved = newest(args), None
     before = args.no_load_rng, args.verify_integrity, args.override_opt_param_scheduler
     # The scheduler knows this option. Upstream's main would give all modules --lr for it, and count
@@ -92,10 +91,7 @@ def _load(
             saves.loaded.add(Path(directory).resolve())
         elif directory:
             saves.begun_with = Path(directory).resolve()
-        copy = saves.copies.find(directory if directory and goes_on(args, directory) else None)
-        if copy:
-            directory, saved = copy
-        elif directory:
+        if directory:
             if args.verify_integrity:
                 verify_manifest(directory)  # before it is read; Megatron verifies after reading
                 args.verify_integrity = False
@@ -103,13 +99,10 @@ def _load(
             check_vocabulary(args, saved, directory)
             if goes_on(args, directory):
                 check_resume(args, saved)
-                begun = attempt_of(directory, saved), step_of(directory)
-                args.attempts = [begun, *args.attempts]
             if changes(args, saved, LAYOUT):
                 args.no_load_rng = True
-        with saves.copies.loading(copy, named["checkpointing_context"]):
-            say(beginning(args, directory, saved), args)
-            result = load(model, optimizer, scheduler, *arguments, **named)
+        say(beginning(args, directory, saved), args)
+        result = load(model, optimizer, scheduler, *arguments, **named)
         if scheduler:
             scheduler.step(0)  # Megatron's scheduler applies the weight decay before loading it
         return result

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks, one_line
-from examples.mimo.nemotron_vlm.loop.local_copies import LocalCopies, NotWrittenError
 from examples.mimo.nemotron_vlm.loop.terminal import say
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.models.mimo.schedule.replaced import replaced
@@ -42,19 +41,16 @@ class Saves:
     Attributes:
         loaded: directories of checkpoints from which this run has gone on.
         begun_with: the checkpoint whose weights alone this run has taken.
-        copies: its copies between checkpoints.
     """
 
     def __init__(self, args: Namespace, save: Callable) -> None:
         self._args, self._save = args, save
         self._failed: UserError | None = None
         self._again: Callable[[], None] | None = None  # makes a failed asynchronous save
-        self._instead: Callable[[], None] | None = None  # makes one of a copy's step
         self._made: Path | None = None
         self.loaded: set[Path] = set()
         self.begun_with: Path | None = None
         self._all_made: set[Path] = set()
-        self.copies = LocalCopies(args)
 
     @contextlib.contextmanager
     def all_made(self) -> Iterator[None]:
@@ -70,30 +66,12 @@ class Saves:
             if end.code:
                 raise
             exited = end
-        if exited and self._instead:  # Megatron does not save the last step where it has a copy
-            self._args.async_save = False
-            self._instead()
-        elif self._failed and self._again:  # while the state is still that step's
+        if self._failed and self._again:  # while the state is still that step's
             self._again()
         if self._failed or exited:
             raise self._failed or exited
 
-    def save(self, iteration: int, *rest, non_persistent_ckpt: bool = False, **named) -> None:
-        """Save a checkpoint, or a copy until the next one."""
-        of_step = partial(self._save_checkpoint, iteration, *rest, **named)
-        self._instead = of_step if non_persistent_ckpt else None
-        if not non_persistent_ckpt:
-            of_step()
-            return
-        try:
-            self.copies.save(self._save, iteration, *rest, non_persistent_ckpt=True, **named)
-        except NotWrittenError as error:
-            where = self._args.non_persistent_local_ckpt_dir
-            said = f"--non-persistent-local-ckpt-dir {where}: step {iteration} was not saved"
-            say(f"warning: {said}: {error}; the next save tries again", self._args)
-            _go_on("save-checkpoint-non-persistent")
-
-    def _save_checkpoint(self, iteration: int, *rest, **named) -> None:
+    def save(self, iteration: int, *rest, **named) -> None:
         """Save, but not over the newest checkpoint, loaded or made, as long as no step is new.
 
         A run that had nothing left to do, or whose batch grows after a save, would else write the
@@ -123,14 +101,14 @@ class Saves:
         except RAISED_BY_ALL as error:
             self._note(directory, _cause(error))
             self._delete(directory)
-            _go_on("save-checkpoint")
+            _go_on()
             return
         self._made = directory
         self._all_made.add(directory)
         queue = async_utils._async_calls_queue
         if args.async_save and queue.async_calls:
             steps = queue.async_calls[-1].async_request.finalize_fns
-            finish, again = list(steps), partial(self._save_checkpoint, iteration, *rest, **named)
+            finish, again = list(steps), partial(self.save, iteration, *rest, **named)
             steps[:] = [lambda: self._finish(directory, finish, again)]
         else:
             self._failed = None
@@ -186,10 +164,10 @@ class Saves:
         return nullcontext() if is_own else replaced(self._args, save_retain_interval=None)
 
 
-def _go_on(timer: str) -> None:
+def _go_on() -> None:
     """Resume what a failed save has stopped, and stop its timer."""
     get_energy_monitor().resume()
-    get_timers()(timer, log_level=0).stop(barrier=False)
+    get_timers()("save-checkpoint", log_level=0).stop(barrier=False)
     get_timers()("interval-time", log_level=0).start(barrier=True)
 
 

@@ -79,13 +79,12 @@ def check_outputs(args: Namespace) -> None:
     """Try to write where the options say.
 
     Raises:
-        UserError: a file or folder cannot be written, on every rank, or on a rank's own node.
+        UserError: a file or folder cannot be written, on every rank.
     """
     log = None if args.log_file == "-" else args.log_file
     files = {"--metrics-out": args.metrics_out, "--report": args.report, "--log-file": log}
     folders = {"--save": args.save, "--tensorboard-dir": args.tensorboard_dir}
-    of_node = {"--non-persistent-local-ckpt-dir": args.non_persistent_local_ckpt_dir}
-    for option, path in (files | folders | of_node).items():
+    for option, path in (files | folders).items():
         try:
             if path:
                 folder = Path(path) if option in folders else Path(path).parent
@@ -94,6 +93,5 @@ def check_outputs(args: Namespace) -> None:
                 if option in files and Path(path).is_dir():
                     raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
         except OSError as error:
-            rank = args.rank if option in of_node else None
             text = f"{option} {path}: cannot write there ({error.strerror})"
-            raise UserError(text, rank) from error
+            raise UserError(text) from error

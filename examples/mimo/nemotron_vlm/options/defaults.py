@@ -44,7 +44,6 @@ TRAINING = {
     "adam_eps": 1e-5,
     "eval_iters": 0,
     "save_interval": 500,
-    "non_persistent_local_ckpt_algo": "atomic",
     "async_strategy": "mcore",  # the other one waits for ever where a writer has died
     "save_tokenizer_assets": False,  # upstream's main saves those of the tokenizer that it loads
     "calculate_per_token_loss": True,

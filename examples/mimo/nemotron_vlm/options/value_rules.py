@@ -12,7 +12,7 @@ AT_LEAST_1 = """micro_batch_size global_batch_size seq_length encoder_macro_batc
     pack_window train_iters eval_interval save_interval log_interval max_tiles video_frames
     distributed_timeout_minutes hidden_size num_attention_heads num_query_groups kv_channels
     num_distributed_optimizer_instances eval_global_batch_size eval_micro_batch_size
-    lr_decay_iters ddp_num_buckets log_memory_interval non_persistent_save_interval""".split()
+    lr_decay_iters ddp_num_buckets log_memory_interval""".split()
 AT_LEAST_1 += [name for names in SIZES.values() for name in names.values()]
 AT_LEAST_1_WITH = {
     "E": "moe_ffn_hidden_size moe_router_topk",
@@ -52,19 +52,6 @@ def check_values(args: Namespace) -> None:
         raise UserError("--wandb-project needs --wandb-exp-name NAME")
     if args.wandb_project and not (args.save or args.wandb_save_dir):
         raise UserError("--wandb-project needs --wandb-save-dir DIR, or --save DIR")
-    every, directory = args.non_persistent_save_interval, args.non_persistent_local_ckpt_dir
-    needed = args.non_persistent_ckpt_type, every, directory
-    if any(needed) and not (all(needed) and saves_into(args, args.load)):
-        raise UserError(
-            "copies between checkpoints need all of --non-persistent-ckpt-type local, "
-            "--non-persistent-save-interval N, --non-persistent-local-ckpt-dir DIR, and --save S "
-            "--load S with the same S"
-        )
-    if every and args.save_interval and every % args.save_interval == 0:
-        raise UserError(
-            f"--non-persistent-save-interval {every} makes no copy: those steps have a checkpoint "
-            f"by --save-interval {args.save_interval}"
-        )
     every, kept = args.save_interval, args.save_retain_interval
     if args.save and every and kept and kept % every:
         raise UserError(

@@ -54,9 +54,6 @@ REFUSED = [
     "--use-nccl-ub",
     "--main-params-dtype fp16",
     "--exp-avg-sq-dtype bf16",
-    "--non-persistent-ckpt-type global",
-    "--non-persistent-local-ckpt-algo fully_parallel --non-persistent-ckpt-type local",
-    "--non-persistent-ckpt-type local --wandb-project p --wandb-exp-name e",
     "--cross-entropy-loss-fusion --device cuda --fp16",
     "--log-straggler --device cuda",
     "--yaml-cfg options.yaml",
@@ -240,15 +237,15 @@ class TestRefused:
     def test_every_refused_option_is_megatrons(self):
         """Refusals for other programs read Megatron's options alone."""
         parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-        known = parser._option_string_actions
+        known = {*parser._option_string_actions, "--encoder-schedule"}
         others = [*REFUSALS, *IN_OTHERS]
         refused = [refusal.option.split()[0] for refusal in [*others, *OF_OWN_OPTIONS]]
         refused += [refusal.option.replace("--no-", "--") for refusal in TURNED_BACK]
-        assert not [option for option in refused if option not in {*known, *ONLY_ON_MAIN}]
-        line = "--cuda-graph-impl local --log-straggler --num-experts 8 --mtp-num-layers 1 "
-        args = parser.parse_args(f"{line} --non-persistent-ckpt-type local".split())
+        assert not [option for option in refused if option not in known | {*ONLY_ON_MAIN}]
+        line = "--cuda-graph-impl local --log-straggler --num-experts 8 --mtp-num-layers 1"
+        args = parser.parse_args(line.split())
         args.device = "cuda"
-        assert [refusal for refusal in others if refusal.applies(args)][-4:] == IN_OTHERS
+        assert [refusal for refusal in others if refusal.applies(args)][-3:] == IN_OTHERS
 
     def test_what_megatron_sets_by_other_options_is_refused_too(self, monkeypatch):
         def validated(args, _defaults):

@@ -30,8 +30,6 @@ from megatron.core.models.mimo.joint_optimizer.gradients import (
 )
 from megatron.core.models.mimo.joint_optimizer.parts import step_in_parts
 from megatron.core.models.mimo.joint_optimizer.state import (
-    GATHERED,
-    SHARDING,
     leaves,
     restore_common_state,
     sharded_optimizer_state,
@@ -64,11 +62,8 @@ class MimoOptimizer(upstream.MimoOptimizer):
             the experts' loads; `launch` takes that back until the step succeeds, so that a step
             that is skipped, repeated or never taken does not move them.
 
-    Attributes:
-        takes_saved_rates: whether a checkpoint's learning rates and weight decay replace this
-            run's; False by default.
-        saves_own_shards: whether each rank saves and reads its own part of the state, whatever
-            format the metadata names; False by default.
+    Attribute ``takes_saved_rates``: whether a checkpoint's learning rates and weight decay replace
+    this run's; False by default.
     """
 
     def __init__(
@@ -83,7 +78,7 @@ class MimoOptimizer(upstream.MimoOptimizer):
         self._loss_scale = 1.0
         self._launched: torch.Tensor | None = None
         self._gradients: list[list[torch.Tensor]] = []
-        self.takes_saved_rates = self.saves_own_shards = False
+        self.takes_saved_rates = False
         self._agree_on_loss_scale()
 
     def get_loss_scale(self) -> torch.Tensor:
@@ -213,8 +208,6 @@ class MimoOptimizer(upstream.MimoOptimizer):
         State that a module's ranks share is saved as sharded objects of the module. Rank 0 writes
         the common part of a checkpoint, and does not hold every module.
         """
-        if self.saves_own_shards:
-            kwargs["metadata"] = kwargs["metadata"] | {SHARDING: GATHERED}
         return {
             name: sharded_optimizer_state(
                 name,
