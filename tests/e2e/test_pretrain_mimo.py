@@ -71,7 +71,11 @@ def one_rank(applied, tmp_path_factory) -> list[list[float]]:
 @pytest.mark.parametrize(
     "ranks, layout",
     [
-        (4, "--encoder-tp 2 --encoder-dp 2 --llm-dp 1 --llm-tp 1 --llm-cp 2 --llm-pp 2 --llm-ep 2"),
+        (
+            4,
+            "--encoder-tp 2 --encoder-dp 2 --llm-dp 1 --llm-tp 1 --llm-cp 2 --llm-pp 2 --llm-ep 2 "
+            + CHUNKWISE,
+        ),
         (
             8,
             "--encoder-tp 2 --encoder-dp 4 --llm-dp 2 --llm-tp 1 --llm-cp 2 --llm-pp 2 --llm-ep 2 "
@@ -79,7 +83,7 @@ def one_rank(applied, tmp_path_factory) -> list[list[float]]:
         ),
         (4, "--encoder-tp 1 --encoder-dp 4 --llm-dp 2 --llm-tp 2 --llm-ep 2"),
     ],
-    ids=["4-ranks", "8-ranks-chunkwise", "4-ranks-no-pipeline"],
+    ids=["4-ranks", "8-ranks", "4-ranks-no-pipeline"],
 )
 def test_shared_ranks_train_as_one_does(applied, one_rank, ranks, layout, tmp_path):
     losses, norms = trajectory(applied, ranks, layout, tmp_path / "run")

@@ -16,7 +16,6 @@ from examples.mimo.common.layout import (
     Layout,
     parse_layout,
 )
-from examples.mimo.common.layout_rules import CHUNKWISE
 from examples.mimo.nemotron_vlm.model.model import placed
 from examples.mimo.nemotron_vlm.model.presets import find_preset
 from examples.mimo.nemotron_vlm.options.arguments import parse
@@ -66,7 +65,7 @@ def plan_of(encoder, language, world, microbatches=8, micro=1, model="tiny", **h
     placement = how.pop("placement", "colocated")
     dp = asked[1].dp or world // (asked[1].tp * asked[1].cp * asked[1].pp)
     batch = Batch(microbatches * micro * dp, micro, preset.seq_length)
-    layouts = resolve(asked[:1], asked[1], batch, world, preset, placement, CHUNKWISE)
+    layouts = resolve(asked[:1], asked[1], batch, world, preset, placement)
     return Plan(preset, layouts, (Inputs(2.0),), **how)
 
 

@@ -100,8 +100,14 @@ def take_sizes(args: argparse.Namespace) -> None:
     sizes = vars(args) | {
         name: getattr(args, name) or 0 for name in ("num_experts", "moe_ffn_hidden_size")
     }
+    if language.cp > 1 and set("MG") & set(args.hybrid_layer_pattern):
+        if args.linear_cp_mode != "chunkwise":
+            raise ValueError(
+                f"--llm-cp {language.cp} needs --linear-cp-mode chunkwise (state passing); "
+                f"{args.linear_cp_mode} was dropped for {COLOCATED} modules"
+            )
     broken = language_violation(
-        language, args.world_size, SimpleNamespace(**sizes), layouts.batch, args.linear_cp_mode
+        language, args.world_size, SimpleNamespace(**sizes), layouts.batch
     ) or _slices_violation(layouts)
     if broken:
         raise ValueError(f"--mimo-layout {COLOCATED}, language model {language}: {broken}")

@@ -28,8 +28,6 @@ from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
 HIDDEN = 32
 MAMBA, DELTA_NET = "mamba", "gated delta net"
-PASSED, SPREAD = "chunkwise", "headwise"
-"""Ways to run over CP ranks: states are passed on, or heads are spread."""
 PROJECTIONS = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
 SIZES = dict(
     mamba_num_heads=8,
@@ -38,31 +36,30 @@ SIZES = dict(
     mamba_state_dim=8,
     linear_key_head_dim=8,
     linear_value_head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
 )
-"""Sizes of both kinds of layers, without the delta net's heads."""
+"""Sizes of both kinds of layers."""
 
 
 @dataclass(frozen=True)
 class Row:
     """A layer over ``cp`` × ``tp`` of ``world`` ranks; the others stay idle.
 
-    both: options of the layer and of its oracle. options: of the sharded layer alone.
+    options: of the sharded layer alone.
     """
 
     world: int
     layer: str
-    mode: str
     cp: int
     tp: int = 1
     layout: str = "zigzag"
     dtype: torch.dtype = torch.float32
-    both: dict = field(default_factory=dict)
     options: dict = field(default_factory=dict)
 
     def __str__(self) -> str:
-        words = [self.layer, self.mode, f"tp={self.tp}", f"cp={self.cp}", self.layout]
+        words = [self.layer, f"tp={self.tp}", f"cp={self.cp}", self.layout]
         words.append(str(self.dtype).removeprefix("torch."))
-        words += [f"{name}={size}" for name, size in self.both.items()]
         words += ["norm-again"] if self.options else []
         return ",".join(words).replace(" ", "-")
 
@@ -70,22 +67,18 @@ class Row:
 def make_layer(
     name: str,
     groups: SimpleNamespace,
-    mode: str,
     layout: str,
     dtype: torch.dtype,
-    heads: int = 2,
     **options,
 ) -> nn.Module:
     """A layer over ``groups``, alike on all ranks of one TP coordinate.
 
     Args:
-        heads: a delta net's key heads; Mamba has eight heads, in two groups.
         options: more fields of TransformerConfig.
     """
     tp_rank = groups.tp.rank()
     model_parallel_cuda_manual_seed(7, tp_rank=tp_rank, ep_rank=0, etp_rank=tp_rank)
     torch.manual_seed(7)
-    sizes = SIZES | dict(linear_num_key_heads=heads, linear_num_value_heads=2 * heads)
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
@@ -93,8 +86,8 @@ def make_layer(
         normalization="RMSNorm",
         use_cpu_initialization=True,
         params_dtype=dtype,
-        linear_cp_mode=mode,
-        **sizes | options,
+        linear_cp_mode="chunkwise",
+        **SIZES | options,
     )
     if name == MAMBA:
         parts = MambaMixerSubmodules(**PROJECTIONS)
@@ -128,8 +121,6 @@ TOLERANCES = {
     torch.float32: (3e-3, 1e-2) if HAVE_CUDA else (1e-5, 1e-4),
     torch.float64: (1e-10, 1e-10),
 }
-SAME_TERMS = (1e-5, 1e-5)
-"""Tolerances where every term is computed as on one rank, Mamba's with its heads spread."""
 
 ROUNDED_TO_FP32 = ("dt_bias", "A_log")
 """Upstream's Mamba mixer takes these parameters, and so their gradients, through fp32."""
@@ -148,8 +139,7 @@ class Pair:
     def __init__(self, row: Row) -> None:
         Utils.initialize_distributed()
         self.row, self.size, self.dtype = row, row.cp, row.dtype
-        is_same = (row.layer, row.mode) == (MAMBA, SPREAD)
-        self.tolerances = SAME_TERMS if is_same else TOLERANCES[row.dtype]
+        self.tolerances = TOLERANCES[row.dtype]
         self.grids = [
             HyperCommGrid([row.tp, row.cp], ["tp", "cp"]),
             HyperCommGrid([row.tp, 1, row.cp], ["tp", "cp", "dp"]),
@@ -158,10 +148,9 @@ class Pair:
         self.is_member = self.grids[0].is_current_rank_in_grid()
         if self.is_member:
             self.cp_group, self.rank = groups.cp, groups.cp.rank()
-            shared = {"layout": row.layout, "dtype": row.dtype, **row.both}
-            self.sharded = make_layer(row.layer, groups, row.mode, **shared, **row.options)
-            mode = SPREAD if row.layer == MAMBA else row.mode
-            self.whole = make_layer(row.layer, alone, mode, **shared)
+            shared = {"layout": row.layout, "dtype": row.dtype}
+            self.sharded = make_layer(row.layer, groups, **shared, **row.options)
+            self.whole = make_layer(row.layer, alone, **shared)
             self.sharded.load_state_dict(self.whole.state_dict())
 
     def destroy(self) -> None:

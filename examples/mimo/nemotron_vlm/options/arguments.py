@@ -25,7 +25,7 @@ from examples.mimo.common.layout import (
     asked_layout,
     option_of,
 )
-from examples.mimo.common.layout_rules import CHUNKWISE, staged_pattern
+from examples.mimo.common.layout_rules import staged_pattern
 from examples.mimo.common.refusals import REFUSALS, refuse
 from examples.mimo.common.steps import batches_of_first_size, growing_batch
 from examples.mimo.nemotron_vlm.data import have_equal_images
@@ -207,13 +207,12 @@ def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:
     args.use_persistent_ckpt_worker |= args.async_save  # Megatron has no other worker
     default("eval_interval", args.train_iters or 1000)
     # Recurrent layers would move zigzag tokens of several lengths, which only packed rows have.
-    moves = args.linear_cp_mode == CHUNKWISE and args.pack
-    default("linear_cp_layout", "contiguous" if moves else "zigzag")
+    default("linear_cp_layout", "contiguous" if args.pack else "zigzag")
 
 
 def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
     asked = _asked_encoders(args, preset.names), asked_layout(args, "language")
-    rest = args.world_size, preset, args.placement, args.linear_cp_mode
+    rest = args.world_size, preset, args.placement
     for size in reversed(_batch_sizes(args)):
         layouts = resolve(*asked, Batch(size, args.micro_batch_size, args.seq_length), *rest)
     language = layouts.language
@@ -261,9 +260,9 @@ def _check_evaluation(args: argparse.Namespace, preset: VLMPreset, layouts: Layo
             f"--cuda-graph-impl local: --eval-micro-batch-size {sizes[1]} must be "
             f"{args.micro_batch_size} or less, the size for which graphs have buffers"
         )
-    batch, rest = Batch(*sizes, args.seq_length), (args.placement, args.linear_cp_mode)
+    batch, rest = Batch(*sizes, args.seq_length), (args.world_size, preset, args.placement)
     try:
-        resolve(layouts.encoders, layouts.language, batch, args.world_size, preset, *rest)
+        resolve(layouts.encoders, layouts.language, batch, *rest)
     except UserError as error:
         options = "--eval-global-batch-size {}, --eval-micro-batch-size {}".format(*sizes)
         raise UserError(f"{options}: {error}") from error

@@ -20,7 +20,6 @@ from examples.mimo.common.layout import (
     Layouts,
 )
 from examples.mimo.common.layout_rules import (
-    CHUNKWISE,
     language_violation,
     never_spanned,
     size_violation,
@@ -40,7 +39,6 @@ def resolve(
     world_size: int,
     preset: VLMPreset,
     placement: str = COLOCATED,
-    linear_cp_mode: str = CHUNKWISE,
 ) -> Layouts:
     """Derive the sizes that were left out, check every rule, and return the layouts.
 
@@ -59,7 +57,7 @@ def resolve(
     def language_rule(layout: Layout) -> str | None:
         if apart and layout.vpp > 1:
             return f"vpp={layout.vpp} needs --placement {COLOCATED}"
-        return language_violation(layout, for_language, preset.language, batch, linear_cp_mode)
+        return language_violation(layout, for_language, preset.language, batch)
 
     def check(name: str, layout: Layout, ranks: int, rule: Rule, fitting: str = "") -> None:
         if broken := never_spanned(layout, ranks) or rule(layout):

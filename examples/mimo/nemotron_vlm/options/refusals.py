@@ -6,7 +6,7 @@ import re
 from argparse import SUPPRESS, ArgumentParser, Namespace
 
 from examples.mimo.common.layout import COLOCATED, asked_layout
-from examples.mimo.common.layout_rules import CHUNKWISE, main_layers
+from examples.mimo.common.layout_rules import main_layers
 from examples.mimo.common.refusals import WHEREVER_SET, Refusal, not_local, with_graphs
 from examples.mimo.nemotron_vlm.options.own_options import THREE_PHASES
 from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
@@ -17,7 +17,7 @@ def _is_unaligned(args: Namespace) -> bool:
     language = asked_layout(args, "language")
     if "M" not in args.hybrid_layer_pattern:
         return False
-    if language.cp > 1 and args.linear_cp_mode == CHUNKWISE:
+    if language.cp > 1:
         return False  # these layers copy such rows
     heads, groups = args.mamba_num_heads, args.mamba_num_groups
     row = heads + 2 * heads * args.mamba_head_dim + 2 * groups * args.mamba_state_dim
@@ -38,6 +38,11 @@ def _in_8_bits(args: Namespace) -> bool:
 OWN_GROUP = "Megatron would recompute these layers in a TP group of its own, which is not made"
 
 OF_OWN_OPTIONS = [
+    Refusal(
+        "--linear-cp-mode headwise",
+        lambda args: args.linear_cp_mode != "chunkwise",
+        "it was dropped; state passing (chunkwise, the default) takes any cp",
+    ),
     Refusal(
         "--encoder-schedule bubbles",
         lambda args: args.encoder_schedule != THREE_PHASES,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, PLACEMENTS, Batch, Layout, Layouts
-from examples.mimo.common.layout_rules import CHUNKWISE, language_violation
+from examples.mimo.common.layout_rules import language_violation
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import FASTEST, fastest_macro_batch
 from examples.mimo.nemotron_vlm.model.part_settings import ModelPart
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
@@ -159,8 +159,7 @@ def candidates(task: Task) -> Iterator[Layouts]:
         for micro_size in task.micro_sizes:
             batch = Batch(task.global_batch, micro_size, task.seq_length)
             for language in _language_layouts(task, language_ranks, not is_apart):
-                rest = task.preset.language, batch, CHUNKWISE
-                if language_violation(language, language_ranks, *rest):
+                if language_violation(language, language_ranks, task.preset.language, batch):
                     continue
                 for chosen in encoders:
                     layouts = Layouts(chosen, language, batch, placement)

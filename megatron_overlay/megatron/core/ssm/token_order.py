@@ -1,11 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Order of tokens around a recurrence that has the whole sequence of some of the heads.
-
-The all-to-all from sequence shards to head shards concatenates the CP ranks' tokens (*rank order*:
-each rank's are in attention's zigzag layout). A recurrence needs tokens in the order of the samples
-(*sequence order*); its output is permuted back.
-"""
+"""Where packed samples lie, in the form that kernels of recurrent layers take."""
 
 from __future__ import annotations
 
@@ -14,33 +9,8 @@ from torch import Tensor
 
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.token_layout import (
-    TokenLayout,
-    check_zigzag_lengths,
-    copied_to,
-    lengths_of_batch,
-    zigzag_layout,
-)
+from megatron.core.token_layout import check_zigzag_lengths, copied_to, lengths_of_batch
 from megatron.core.token_layout.recurrence_plan import plan_recurrence
-
-
-def to_sequence_order(
-    tensor: Tensor, cp_size: int, packed_seq_params: PackedSeqParams | None = None
-) -> Tensor:
-    """Permute rank order to sequence order, along dim 0 of ``[total, ...]``.
-
-    Raises:
-        ValueError: a length (of a sample, if packed) is not a multiple of 2·cp_size, or the tensor
-            does not hold the tokens that ``packed_seq_params`` describes.
-    """
-    return tensor.index_select(0, _zigzag(tensor, cp_size, packed_seq_params).places)
-
-
-def to_rank_order(
-    tensor: Tensor, cp_size: int, packed_seq_params: PackedSeqParams | None = None
-) -> Tensor:
-    """Permute back to rank order: the inverse of :func:`to_sequence_order`, bit for bit."""
-    return tensor.index_select(0, _zigzag(tensor, cp_size, packed_seq_params).tokens.flatten())
 
 
 def sample_of_each_token(packed_seq_params: PackedSeqParams, tokens: int) -> Tensor | None:
@@ -89,8 +59,3 @@ def sample_starts(
     if parallel_state.is_initialized():
         return copied_to(device, lengths.cu_seqlens_padded)
     return plan_recurrence(lengths, 1, 0, device).cu_seqlens
-
-
-def _zigzag(tensor: Tensor, cp_size: int, packed_seq_params: PackedSeqParams | None) -> TokenLayout:
-    lengths = lengths_of_batch(packed_seq_params, tensor.size(0))
-    return zigzag_layout(lengths, cp_size).to(tensor.device)

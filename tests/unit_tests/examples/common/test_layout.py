@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts: rules, and what the refusals propose; no process needed."""
 
+from dataclasses import replace
+
 import pytest
 
 from examples.mimo.common.errors import UserError
@@ -14,7 +16,6 @@ from examples.mimo.common.layout import (
     layout_table,
     parse_layout,
 )
-from examples.mimo.common.layout_rules import CHUNKWISE
 from examples.mimo.nemotron_vlm.model.presets import PRESETS, tiny, tiny_gdn
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
 
@@ -82,21 +83,18 @@ class TestRules:
         ]
 
     @pytest.mark.parametrize(
-        ("preset", "language", "text"),
+        ("preset", "sizes", "text"),
         [
-            (tiny(), "cp=3", "cp sizes that fit with tp=1: 1, 2, 4, 8, 16, 32"),
-            (tiny_gdn(), "cp=16", "a gated delta net of 8 key and 16 value heads"),
+            (tiny(), {"mamba_num_groups": 2}, "tp=4 must divide the 2 Mamba groups"),
+            (tiny_gdn(), {"linear_num_key_heads": 6}, "tp=4 must divide the 6 key heads"),
         ],
     )
-    def test_only_head_parallel_layers_limit_cp(self, preset, language, text):
-        layout = parse_layout(language, "language")
+    def test_recurrent_layers_limit_tp_but_not_cp(self, preset, sizes, text):
+        preset = replace(preset, language=replace(preset.language, **sizes))
         batch = Batch(global_size=32, micro_size=4, seq_length=96)
-        arguments = ([Layout()], layout, batch, layout.cp, preset)
-        with pytest.raises(UserError) as refusal:
-            resolve(*arguments, linear_cp_mode="headwise")
-        assert text in str(refusal.value)
-        assert "state passing takes any" in str(refusal.value)
-        resolve(*arguments, linear_cp_mode=CHUNKWISE)
+        with pytest.raises(UserError, match=text):
+            resolve([Layout()], parse_layout("tp=4", "language"), batch, 4, preset)
+        resolve([Layout()], parse_layout("cp=3", "language"), batch, 3, preset)
 
     @pytest.mark.parametrize(
         ("layouts", "batch", "text"),

@@ -66,9 +66,8 @@ class Row:
 
 
 APART = ("--placement", "non-colocated")
-CONTIGUOUS = ("--linear-cp-mode", "chunkwise", "--linear-cp-layout", "contiguous")
-ZIGZAG = ("--linear-cp-mode", "chunkwise", "--linear-cp-layout", "zigzag")
-HEADS = ("--linear-cp-mode", "headwise")
+CONTIGUOUS = ("--linear-cp-layout", "contiguous")
+ZIGZAG = ("--linear-cp-layout", "zigzag")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "2000")
 RECOMPUTE = (*FULL, "--recompute-encoder", "1")
 GRAPHS = ("--cuda-graph-impl", "local")
@@ -153,7 +152,7 @@ ON_CPUS = {
         Row(4, "tiny-gdn", "tp=2", "tp=2,cp=2,dp=1", CONTIGUOUS),
         Row(4, "tiny-gdn", "tp=2", "tp=2,cp=2,dp=1", ZIGZAG),
         Row(4, "tiny-gdn", "tp=2", "cp=2,pp=2,vpp=2,dp=1", (*CONTIGUOUS, *FULL)),
-        Row(2, "tiny-gdn", "tp=2", "cp=2,dp=1", HEADS),
+        Row(2, "tiny-gdn", "tp=2", "cp=2,dp=1", ZIGZAG),
         Row(8, "tiny-gdn", "tp=4", "cp=2,pp=2,dp=2,ep=2", CONTIGUOUS),
         Row(8, "tiny-gdn", "tp=4", "cp=2,pp=2,dp=2,ep=2", ZIGZAG),
         Row(4, "tiny-gdn", "tp=2", "cp=4,dp=1,ep=2", ZIGZAG),

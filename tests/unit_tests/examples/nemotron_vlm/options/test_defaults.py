@@ -91,7 +91,6 @@ def test_token_counts_stay_on_the_device_where_it_is_faster(options, dispatcher,
         (GRAPHS, "zigzag"),
         (PACK, "contiguous"),
         (f"{PACK} --linear-cp-layout zigzag", "zigzag"),
-        (f"{PACK} --linear-cp-mode headwise", "zigzag"),
     ],
 )
 def test_packed_rows_are_contiguous_where_states_pass(options, layout):

@@ -31,6 +31,7 @@ REFUSED = [
     "--dataloader-type cyclic",
     "--position-embedding-type mrope",
     "--window-size 4,0",
+    "--linear-cp-mode headwise",
     "--softmax-type off-by-one",
     "--softmax-type learnable --device cuda --transformer-impl transformer_engine --bf16",
     "--attention-dropout 0.1",
