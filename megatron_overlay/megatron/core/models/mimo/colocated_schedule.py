@@ -25,7 +25,6 @@ import torch
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.mimo.bridge.topology import bridge_topology
-from megatron.core.models.mimo.forward.equal_samples import shared_out
 from megatron.core.models.mimo.forward.macro_batches import Microbatch
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.schedule.encoder_work import EncoderWork
@@ -147,35 +146,34 @@ def colocated_forward_backward_with_pp(
     forward_only: bool = False,
     **schedule_kwargs,
 ) -> list:
-    """Run :func:`colocated_forward_backward` over batches of equal samples, which it shares out.
+    """Run :func:`colocated_forward_backward` with a step encoded at once.
 
     The interface is that of upstream's PR 4784.
 
     Args:
         mimo_model: the model; one with virtual stages is not taken.
-        data_iterator: yields, on all ranks of a DP index of the module with fewer DP ranks, the
-            samples that the index takes: dicts of MimoModel's keyword arguments. The encoder's
-            tensors are ``[seq, batch, hidden]``, or have the batch in front if they have not three
-            dims.
+        data_iterator: yields what the rank encodes and consumes, as there.
         num_microbatches: microbatches of the step.
-        encoder_grid, llm_grid: grids of the encoder and the language model; without them every rank
-            keeps what its iterator yields.
-        encoder_name: the encoder's modality.
+        encoder_grid, llm_grid: grids of the encoder and the language model, if given, in which each
+            rank must encode the samples that it consumes.
+        encoder_name: the encoder's modality, for messages.
         forward_only: run no backward.
         schedule_kwargs: as :func:`colocated_forward_backward` takes them: ``pg_collection``,
             ``seq_length``, ``micro_batch_size``, …
 
     Raises:
-        ValueError: a rank encodes samples of another DP index, or packed samples would have to be
-            shared out.
+        ValueError: a rank encodes other samples than it consumes; on all ranks alike.
     """
-    batches = [dict(next(data_iterator)) for _ in range(num_microbatches)]
     if encoder_grid is not None and llm_grid is not None:
         topology = bridge_topology(encoder_grid, llm_grid)
-        batches = shared_out(batches, topology, encoder_name)
+        if any(topology.encodes(rank) != topology.consumes(rank) for rank in topology.dest):
+            raise ValueError(
+                f"ranks encode other samples of {encoder_name} than they consume, and nothing "
+                "shares batches out: yield each rank's own, and leave out encoder_grid and llm_grid"
+            )
     return colocated_forward_backward(
         forward_step_func=_forward_step,
-        data_iterator=iter(batches),
+        data_iterator=data_iterator,
         model=mimo_model,
         num_microbatches=num_microbatches,
         forward_only=forward_only,
