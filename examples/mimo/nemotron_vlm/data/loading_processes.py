@@ -1,15 +1,14 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Loading processes that read ahead, and are replaced when one dies."""
+"""Loading processes that read ahead; if one dies, the run ends in a line with its samples."""
 
-import logging
 import os
 import re
 import signal
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -21,115 +20,77 @@ from examples.mimo.common.steps import Microbatch
 from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.step_plan import Take
 
-PAUSES_S = (1, 2, 4, 8)
-"""Seconds to wait after each death in a row, before new processes start."""
-
-NAMED = 3
-"""Number of samples that the report of a death names."""
+NAMED, NOTE = 3, 1000
+"""Number of samples that the line names, and bytes of a process's note of them."""
 
 NO_ROOM = "no loading process can pass samples on: {}; make room in /dev/shm, or --num-workers 0"
 """Line for an error of shared memory, which most often is full."""
-
-Numbered = tuple[int, Take]
-"""A take, and its place in the order."""
-
-logger = logging.getLogger(__name__)
 
 
 def read_ahead(reader: Reader, takes: Iterator[Take], **options) -> Iterator[Microbatch | str]:
     """Yield what the reader makes of each take, in their order.
 
-    If a loading process dies, new ones read all that is still due. If they die, too, after each of
-    the pauses of `PAUSES_S`, the reason is yielded in the place of a microbatch.
+    If a loading process dies, a line with the reason takes the place of the next microbatch, and
+    ends the iterator.
 
     Args:
         takes: read as they are handed out, ahead of what is yielded.
     """
-    orders = _Orders(enumerate(takes))
-    due, deaths = orders.due, 0
+    # PyTorch's handler would raise in the middle of a step. While a rank waits for a batch, PyTorch
+    # looks at the processes every five seconds.
+    handler = signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL
     try:
-        noting = _Noting(reader, torch.full((options["num_workers"], 2), -1).share_memory_())
-        batches = _start(noting, orders, **options)
+        notes = torch.zeros((options["num_workers"], NOTE), dtype=torch.uint8).share_memory_()
+        batches = iter(_loader(_Noting(reader, notes), takes, **options))
     except (OSError, RuntimeError) as error:
         yield NO_ROOM.format(error)
         return
-    while True:
-        try:
-            batch = _next(batches, orders)
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader worker"):
-                raise
-            line = f"{_reason(error)}; it was reading {noting.names(error, due)}"
-        else:
-            deaths = 0
-            del due[min(due)]
-            yield batch
-            continue
-        if deaths == len(PAUSES_S):
-            yield f"{line}, the {deaths + 1}th in a row"
-            return
-        logger.warning("%s; new loading processes in %g s", line, PAUSES_S[deaths])
-        time.sleep(PAUSES_S[deaths])
-        again = chain(tuple(due.items()), orders)
-        batches, deaths = _start(noting, again, **options), deaths + 1
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+    try:
+        yield from batches
+    except (OSError, EOFError, RuntimeError) as error:
+        if not (line := _death(error)):
+            raise
+        yield f"{line}; it was reading {_reading(notes, line)}"
 
 
-@dataclass
-class _Orders(Iterator[Numbered]):
-    """Hands takes out to loading processes.
-
-    due: takes handed out, whose microbatch is not there yet.
-    is_making: a take is being made. An error raised meanwhile would end the takes for good.
-    """
-
-    takes: Iterator[Numbered]
-    due: dict[int, Take] = field(default_factory=dict)
-    is_making: bool = False
-
-    def __next__(self) -> Numbered:
-        self.is_making = True
-        try:
-            number, self.due[number] = next(self.takes)
-        finally:
-            self.is_making = False
-        return number, self.due[number]
+def _loader(data: Dataset, takes: Iterator[Take], **options) -> DataLoader:
+    return DataLoader(
+        data,
+        sampler=takes,
+        batch_size=None,
+        collate_fn=lambda batch: batch,  # PyTorch's own would turn arrays into tensors
+        generator=torch.Generator(),  # leaves the rank's own random state alone
+        **options,
+    )
 
 
 @dataclass
 class _Noting(Dataset):
-    """Reads takes, and notes the process and the take of each read under way.
+    """Reads takes; each process notes its number and the names of the samples that it reads.
 
-    notes: int64 [loading processes, 2], which they share with the rank.
+    notes: text, uint8 [loading processes, `NOTE`], which they share with the rank.
     """
 
     reader: Reader
     notes: Tensor
 
-    def __getitem__(self, numbered: Numbered) -> Microbatch | str:
+    def __getitem__(self, take: Take) -> Microbatch | str:
         if (process := get_worker_info()) is None:
-            return self.reader[numbered[1]]
-        note = self.notes[process.id]
-        note[0], note[1] = os.getpid(), numbered[0]
-        batch = self.reader[numbered[1]]
+            return self.reader[take]
+        note, numbers = self.notes[process.id].numpy(), sorted(_samples(take))
+        names = [self.reader.source.name(take.split, number) for number in numbers[:NAMED]]
+        more = f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else ""
+        text = f"{os.getpid()} {', '.join(names)}{more}".encode()[:NOTE]
+        note[: len(text)], note[len(text) :] = list(text), 0
+        batch = self.reader[take]
         try:  # in the thread that passes it on, an error would lose it, and the rank wait for ever
             tree_map_only(Tensor, Tensor.share_memory_, batch)
         except (OSError, RuntimeError) as error:
             batch = NO_ROOM.format(error)
-        note[1] = -1
+        note[:] = 0
         return batch
-
-    def names(self, error: RuntimeError, due: dict[int, Take]) -> str:
-        """Name the first samples that a process was reading when it died."""
-        dead = {int(pid) for pid in re.findall(r"\d+", _reason(error))}
-        reading = [number for pid, number in self.notes.tolist() if pid in dead]
-        takes = [due[number] for number in reading if number in due]
-        names = [
-            self.reader.source.name(take.split, number)
-            for take in takes
-            for number in sorted(_samples(take))
-        ]
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        return (", ".join(names[:NAMED]) or "nothing") + more
 
 
 def _samples(take: Take) -> set[int]:
@@ -138,49 +99,21 @@ def _samples(take: Take) -> set[int]:
     return set(chain.from_iterable(take.rows)) | {one.sample for one in ranges}
 
 
-def _reason(error: RuntimeError) -> str:
-    """Return PyTorch's line of a death; its cause is the same, with the signal."""
-    cause = error.__cause__ if isinstance(error.__cause__, RuntimeError) else error
-    return str(cause).strip(" .")
-
-
-def _start(data: _Noting, takes: Iterable[Numbered], **options) -> Iterator[Microbatch | str]:
-    loader = DataLoader(
-        data,
-        sampler=takes,
-        batch_size=None,
-        collate_fn=lambda batch: batch,  # PyTorch's own would turn arrays into tensors
-        generator=torch.Generator(),  # leaves the rank's own random state alone
-        **options,
-    )
-    handler = signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL
-    batches = iter(loader)
-    signal.signal(signal.SIGCHLD, handler)  # PyTorch sets its own, see `_next`
-    return batches
-
-
-def _next(batches: Iterator[Microbatch | str], orders: _Orders) -> Microbatch | str:
-    """Return what loading processes have read.
-
-    PyTorch's handler of SIGCHLD raises when one dies. It is set in here alone: elsewhere it would
-    end a step, for data that may still come. A death while a take is made is noticed by PyTorch's
-    own look at its processes, every five seconds.
-
-    Raises:
-        RuntimeError: one has died.
-    """
-
-    def notice(*_) -> None:
-        if not orders.is_making:
+def _death(error: Exception) -> str | None:
+    """Return PyTorch's line of a process's death, with the signal; None for another error."""
+    if not isinstance(error, RuntimeError):  # the process died before the rank had its batch
+        time.sleep(1)  # it may not be quite dead
+        try:
             _error_if_any_worker_fails()
+        except RuntimeError as death:
+            error = death
+    cause = error.__cause__ if isinstance(error.__cause__, RuntimeError) else error
+    return str(cause).strip(" .") if str(error).startswith("DataLoader worker") else None
 
-    handler = signal.signal(signal.SIGCHLD, notice)
-    try:
-        _error_if_any_worker_fails()
-        return next(batches)
-    except (OSError, EOFError):  # a process died between the note of its batch and the batch
-        time.sleep(1)  # it may not be quite dead, and then PyTorch's handler raises
-        _error_if_any_worker_fails()
-        raise
-    finally:  # None stands for one that Python did not set
-        signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
+
+def _reading(notes: Tensor, line: str) -> str:
+    """Return the names of the samples that the dead processes were reading."""
+    written = (bytes(note.tolist()).rstrip(b"\0").decode(errors="replace") for note in notes)
+    dead = set(re.findall(r"\d+", line))
+    found = (text.partition(" ") for text in written)
+    return ", ".join(islice((names for pid, _, names in found if pid in dead), NAMED)) or "nothing"

@@ -29,7 +29,6 @@ from examples.mimo.nemotron_vlm.energon.records import (
     kind_of,
     read_record,
 )
-from examples.mimo.nemotron_vlm.energon.slow_reads import slow_reads
 from megatron.energon import BaseWebdatasetFactory, WorkerConfig, load_dataset
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.config import (
@@ -165,8 +164,7 @@ class DataSet:
         sample = f"{self.path / shard}, sample {place}"
         for pause in (0,) if shard in self._given_up else (*PAUSES_S, 0):
             try:
-                with slow_reads.named(sample):
-                    return self._read(index, kinds)
+                return self._read(index, kinds)
             except Unreadable as error:
                 if not pause:
                     self._given_up.add(shard)

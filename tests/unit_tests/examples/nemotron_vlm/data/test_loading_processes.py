@@ -1,21 +1,19 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A loading process that dies at the worst moment, and a sample that is read too early."""
+"""A loading process that dies, and a sample that is read too early."""
 
-import time
+import os
+import re
+import signal
 from collections.abc import Iterator
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.data import loading_processes
 from examples.mimo.nemotron_vlm.data.loading_processes import read_ahead
 from examples.mimo.nemotron_vlm.data.provider import Loading
-
-TAKES, LATER = 12, 6
 
 
 class Echo:
@@ -27,22 +25,21 @@ class Echo:
         return take.rows[0][0]
 
 
-def takes(before: list[psutil.Process]) -> Iterator[SimpleNamespace]:
-    """Yield takes; a loading process dies while one is made."""
-    for number in range(TAKES):
-        if number == LATER:
-            (first, *_) = [each for each in psutil.Process().children() if each not in before]
-            first.kill()
-            time.sleep(0.5)  # SIGCHLD arrives
-        yield SimpleNamespace(split="train", rows=[[number]], shares={})
+def takes_of(samples: int) -> Iterator[SimpleNamespace]:
+    return (SimpleNamespace(split="train", rows=[[n]], shares={}) for n in range(samples))
 
 
-def test_a_death_while_a_take_is_handed_out_loses_no_take(monkeypatch):
-    """An error raised within a generator would end it, and with it the run's samples."""
-    monkeypatch.setattr(loading_processes, "PAUSES_S", (0.01,) * 4)
-    before = psutil.Process().children()
-    read = read_ahead(Echo(), takes(before), num_workers=2, prefetch_factor=2)
-    assert list(zip(range(TAKES), read, strict=False)) == [(n, n) for n in range(TAKES)]
+def test_a_process_that_dies_ends_the_reading_in_a_line_that_names_its_sample():
+    class Deadly(Echo):
+        def __getitem__(self, take: SimpleNamespace) -> int:
+            if (number := super().__getitem__(take)) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return number
+
+    options = {"num_workers": 1, "prefetch_factor": 2, "multiprocessing_context": "fork"}
+    *before, line = read_ahead(Deadly(), takes_of(12), **options)
+    assert before == list(range(len(before))) and len(before) <= 3
+    assert re.fullmatch(r"DataLoader worker \(pid.*\) .*; it was reading train 3", line)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, OSError])
@@ -81,7 +78,7 @@ def test_a_sample_that_cannot_be_read_ends_its_own_step_alone(workers):
             batch = {"number": torch.tensor(number), "step_work": None}
             return "no such shard" if number == 2 else batch
 
-    ordered = (SimpleNamespace(split="train", rows=[[n]], shares={}) for n in range(4))
+    ordered = takes_of(4)
     ahead = {"prefetch_factor": 2, "multiprocessing_context": "fork"} if workers else {}
     loading = SimpleNamespace(
         args=SimpleNamespace(device="cuda", num_workers=workers),
