@@ -81,7 +81,7 @@ train: setup $(if $(filter energon omni,$(DATA)),$(SHARDS)/tokenizer) ## Train t
 test: setup ## Show every capability: each test once, with the first of its rows
 	$(VENV)/bin/python tests/run.py --once
 
-# Tests on main also go on with the release's checkpoints, and run the docs' commands on it.
+# Tests on main also go on with the release's checkpoints.
 test-all: setup ## Run every row of every test; NEXT=GITDIR: on the lock's commit of upstream's main
 	$(if $(NEXT),@$(MAKE) --no-print-directory NEXT= apply)
 	$(VENV)/bin/python tests/run.py

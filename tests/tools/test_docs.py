@@ -1,7 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""All that the documents name exists: links, names after them, programs, features, messages."""
+"""All that the documents name exists: links, names after them, programs, options, messages."""
 
+import argparse
 import ast
 import importlib
 import mmap
@@ -13,16 +14,22 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from test_docs_commands import DOCUMENTS
 
+from examples.mimo.nemotron_vlm.model.presets import tiny
+from examples.mimo.nemotron_vlm.options.arguments import extend
+from megatron.training.arguments import add_megatron_arguments
 from mini import REPOSITORY
 from overlay.patchset import PatchSet
 from staging.features import Features
 
+DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)[^)]*\)(?:[ \n] *`(\w+)`)?")
 """A link's target, and the name in that file that may follow the link."""
 PROGRAM = re.compile(r"`((?:tools|docs)/[\w./-]*\w)[^`]*`")
 """A path of the repository at the beginning of a piece of code."""
+
+TRAINING = re.compile(r"^.*(?:pretrain_nemotron_vlm\.py|train\.sbatch) (.*)$", re.MULTILINE)
+"""The words after a training program in a shell command."""
 
 REVIEWER = REPOSITORY / "docs/reviewer"
 OVERVIEWS = ("index", "architecture", "planner", "silent-errors")
@@ -66,6 +73,24 @@ def test_paths_in_the_text_are_there():
     named = {(d.name, path) for d in DOCUMENTS for path in PROGRAM.findall(d.read_text())}
     assert len(named) > 10
     assert {name for name in named if not (REPOSITORY / name[1]).exists()} == set()
+
+
+def test_the_program_has_the_options_of_the_commands():
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    extend(parser, tiny(), "cuda", packs=False)
+    used = set()
+    for document in DOCUMENTS:
+        for block in re.findall(r"^```bash\n(.*?)^```$", document.read_text(), re.M | re.DOTALL):
+            for words in TRAINING.findall(block.replace("\\\n", " ")):
+                used.update((document.name, word) for word in re.findall(r"(?<!\S)--[\w-]+", words))
+    assert len(used) > 100
+    assert [each for each in used if each[1] not in parser._option_string_actions] == []
+
+
+def test_make_refuses_data_that_it_does_not_know():
+    line = ["make", "-C", str(REPOSITORY), "-n", "train", "DATA=letters"]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 2 and "choose from digits, energon, omni" in done.stderr
 
 
 @pytest.mark.parametrize("document", CAPABILITIES, ids=lambda path: path.stem)
