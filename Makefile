@@ -95,7 +95,7 @@ $(VENV)/installed-gpu: $(VENV)/installed
 	@$(VENV)/bin/python -m pip install --quiet --editable '.[gpu,test]'
 	@touch $@
 
-test-slurm: setup ## Run the Slurm jobs on a Slurm of this host; as root, on Debian: installs it
+test-slurm: setup ## Run a Slurm job on a Slurm of this host; as root, on Debian: installs it
 	@PATH=$$PATH:/usr/sbin; { command -v munged && command -v slurmctld && command -v slurmd; } || \
 	    { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y slurm-wlm munge; }
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/slurm

@@ -27,37 +27,34 @@ HANDLERS = {
 """Signal handlers of a rank. The agent's raise, which would count as a failure of the rank."""
 
 
-def run_ranks(
-    size: int, rank: Callable[..., None], *arguments, restarts: int = 0, **several
-) -> int:
+def run_ranks(size: int, rank: Callable[..., None], *arguments, restarts: int = 0) -> int:
     """Call a function on each rank, with torchrun's environment.
 
     Args:
         size: number of ranks.
         rank: the function; it returns if the rank succeeds, and raises or exits if it fails.
         restarts: how often all ranks start again after one has failed.
-        several: fields of the agent's configuration where it is one of several.
 
     Returns:
         0 if all succeeded; else 1, and stderr says which rank failed first.
     """
     with tempfile.TemporaryDirectory() as logs:
-        return _run(size, rank, arguments, {"max_restarts": restarts, **several}, logs)
+        return _run(size, rank, arguments, restarts, logs)
 
 
-def _run(size: int, rank: Callable, arguments: tuple, given: dict, logs: str) -> int:
-    fields = {
-        "min_nodes": 1,
-        "max_nodes": 1,
-        "nproc_per_node": size,
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": "localhost:0",
-        "run_id": "tests",
-        "start_method": "fork",
-        "monitor_interval": 0.01,  # seconds: other ranks soon fail too
-        "logs_specs": DefaultLogsSpecs(log_dir=logs),
-    }
-    config = LaunchConfig(**fields | given)
+def _run(size: int, rank: Callable, arguments: tuple, restarts: int, logs: str) -> int:
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=size,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="tests",
+        start_method="fork",
+        max_restarts=restarts,
+        monitor_interval=0.01,  # seconds: other ranks soon fail too
+        logs_specs=DefaultLogsSpecs(log_dir=logs),
+    )
     gc.freeze()  # what is imported stays shared with the ranks
     try:
         elastic_launch(config, _rank)(rank, arguments)

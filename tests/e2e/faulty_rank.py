@@ -10,7 +10,6 @@ import functools
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 
@@ -35,9 +34,6 @@ PLACES = {
     "publishing": (serialization, "save_manifest"),
 }
 
-STALLED_S = 6
-"""Seconds for which a file system stalls."""
-
 
 def strike(kind: str) -> None:
     """Carry out the fault."""
@@ -50,16 +46,6 @@ def strike(kind: str) -> None:
             time.sleep(1)
     elif kind == "loader":
         psutil.Process().children()[0].kill()
-    elif kind == "node":  # the agent, and this rank
-        os.kill(os.getppid(), signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif kind == "read-only":
-        subprocess.run(["mount", "-o", "remount,ro", training.get_args().save], check=True)
-    elif kind == "stalled":
-        saved = training.get_args().save
-        subprocess.run(["fsfreeze", "--freeze", saved], check=True)
-        thaw = f"sleep {STALLED_S}; fsfreeze --unfreeze {saved}"
-        subprocess.Popen(["sh", "-c", thaw], start_new_session=True)  # outlives the rank
     elif kind == "full":
         with contextlib.suppress(OSError), open(f"{training.get_args().save}/rest", "wb") as file:
             while True:
