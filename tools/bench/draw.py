@@ -33,22 +33,16 @@ HEAD += "---:|" * len([*SPEED, *REST])
 """Head of the table in Markdown."""
 
 HEADLINE = {
-    ("fp8", "bf16"): "encoder 79 % of the work, CUDA graphs",
-    ("fp8", "both, delayed, experts in bf16"): "encoder 79 %, FP8, CUDA graphs",
-    ("graphs-50", "eager"): "encoder 50 %, eagerly, 2 samples",
-    ("graphs-before-after", "norms by cuDNN, too"): "encoder 50 %, CUDA graphs, 4 samples",
-    ("two-gpus-graphs", "two"): "encoder 79 %, both modules dp=2, CUDA graphs",
+    ("fp8", "bf16"): "tiles of one size, encoder 79 % of the work, CUDA graphs",
+    ("fp8", "both, delayed, experts in bf16"): "the same in FP8",
+    ("two-gpus-graphs", "two"): "the same in bf16, both modules dp=2",
     ("heterogeneous-50-graphs", "encoder dp=2"): (
-        "encoder 50 %, dp=2, language tp=2 ep=2, CUDA graphs"
+        "encoder 50 % of the work, dp=2, language tp=2 ep=2, CUDA graphs"
     ),
-    ("experts-128", "ep=2, graphs"): (
-        "13 B parameters, all 128 experts, 8k tokens, both modules dp=2, language ep=2, CUDA graphs"
-    ),
+    ("experts-128", "ep=2, graphs"): "13 B parameters, 128 experts, dp=2, ep=2, CUDA graphs",
     ("context-32k-graphs", "cp=2"): "rows of 32k tokens, encoder dp=2, language cp=2, CUDA graphs",
     ("upstream-768", "this program"): "images of 768×768, both modules dp=2, CUDA graphs",
-    ("upstream-768", "upstream's, 4 samples"): (
-        "the same, upstream's script, a GPU for each module, no graphs"
-    ),
+    ("upstream-768", "upstream's, 4 samples"): "the same, upstream's script, a GPU for each module",
 }
 """Runs of the headline table, by row and name, and their words."""
 
