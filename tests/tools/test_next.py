@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The next version: a commit of upstream's main, with patches of its own, and its kept names."""
+"""The next version: a commit of upstream's main, with patches of its own."""
 
 import shutil
 
@@ -10,17 +10,12 @@ from mini import (
     HEADER,
     LATER,
     LATER_UPSTREAM,
-    REPOSITORY,
     World,
     edit,
     git,
     make_repository,
-    run,
     snapshot,
 )
-from overlay import kept
-from overlay.drift import drift
-from overlay.patchset import PatchSet
 
 A, B = "megatron/core/a.py", "megatron/core/sub/b.py"
 OWN = "0001-first.patch"
@@ -105,39 +100,3 @@ def test_another_tree_than_the_locks_is_refused(following):
     result = following.run("fetch", following.base / "new", "--next", following.base / "remote")
     assert (result.code, len(result.errors)) == (4, 1)
     assert f"{A} differs from the lock: nothing kept" in result.errors[0]
-
-
-def test_the_names_that_our_code_uses_fit_what_was_kept_of_the_real_one():
-    result = run("drift")
-    assert result.code == 0, "\n".join(result.out)
-
-
-@pytest.mark.parametrize(
-    "path, code, line",
-    [
-        ("router.py", "from megatron.core.transformer.moe.router import TopKRouter\n"
-         "class R(TopKRouter):\n  def _apply_expert_bias(self, a, padding_mask=None): ...", None),
-        ("gone.py", "from megatron.core.dist_checkpointing.dict_utils import dict_map", "gone"),
-        ("new.py", "from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset",
-         "was not compared"),
-    ],
-)  # fmt: skip
-def test_new_uses_are_compared_with_what_was_kept(tmp_path, path, code, line):
-    patchset = PatchSet(REPOSITORY)
-    (tmp_path / path).write_text(code)
-    patchset.overlay[f"megatron/core/{path}"] = tmp_path / path
-    lines, failed = drift(patchset, None)
-    assert failed == bool(line), lines
-    assert (line or "all names") in "\n".join(lines)
-
-
-@pytest.mark.parametrize(
-    "name", ["moe.router.TopKRouter._apply_expert_bias", "BridgeCommunicator.send_backward"]
-)
-def test_a_changed_function_that_nobody_read_fails(monkeypatch, name):
-    """These two would be a crash of the router, and encoder gradients that are summed twice."""
-    notes = kept.read(REPOSITORY)
-    (full,) = (known for known in notes if known.endswith(name))
-    monkeypatch.setattr(kept, "read", lambda root: {n: t for n, t in notes.items() if n != full})
-    lines, failed = drift(PatchSet(REPOSITORY), None)
-    assert (failed, lines) == (1, [f"{full} has changed upstream: read it, note it in {kept.READ}"])

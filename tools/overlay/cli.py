@@ -55,9 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--next", type=Path, metavar="GITDIR", help=NEXT_HELP)
 
     one = commands.add_parser("drift", help="what another Megatron-LM means for us")
-    one.add_argument("checkout", type=Path, nargs="?", metavar="CHECKOUT")
+    one.add_argument("checkout", type=Path, metavar="CHECKOUT")
     one.add_argument("--json", action="store_true", help="for machines")
-    one.add_argument("--keep", action="store_true", help="keep the next version's names")
 
     commands.add_parser("headers", help="check the headers and sizes of the patches")
     return parser
@@ -77,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
         how = options.into, options.pin, options.check, options.next
         lines = refresh(PatchSet(root), checkout, *how)
     elif options.command == "drift":
-        lines, code = drift.drift(PatchSet(root), checkout, options.json, options.keep)
+        lines, code = drift.drift(PatchSet(root), checkout, options.json)
     else:
         lines = apply(PatchSet(root), checkout, options.how)
     print("\n".join(lines))

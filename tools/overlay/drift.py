@@ -9,11 +9,11 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from overlay import git, kept, series
+from overlay import git, series
 from overlay.checkout import STATE_DIR, Checkout
 from overlay.errors import DIFFERS_FROM_LOCK, OverlayError
 from overlay.fetch import packed_files, sdist_file, upstream
-from overlay.names import Version, compare, upstream_modules
+from overlay.names import Version, compare
 from overlay.patchset import PatchSet
 from overlay.series import Patched
 from overlay.source import functions, module_name
@@ -32,48 +32,27 @@ class Finding:
     where: list[str] = field(default_factory=list)
 
 
-def drift(
-    patchset: PatchSet, checkout: Checkout | None, as_json: bool = False, keep: bool = False
-) -> tuple[list[str], int]:
+def drift(patchset: PatchSet, checkout: Checkout, as_json: bool = False) -> tuple[list[str], int]:
     """Compare the pin with a pristine tree of another version.
 
-    Without a tree, compare the names only, with what was kept of the next version; ``keep`` keeps
-    it.
-
-    Return the report's lines, and 1 if there is work to do, else 0. Its names are only those that
-    need work.
+    Return the report's lines, and 1 if there is work to do, else 0. The report has only the names
+    that need work.
 
     Raises:
-        OverlayError: the tree has the overlay applied, or is not the next version that is to be
-            kept.
+        OverlayError: the tree has the overlay applied.
     """
-    if checkout and (checkout.root / STATE_DIR).exists():
+    if (checkout.root / STATE_DIR).exists():
         what = f"{checkout.root} has the overlay applied: revert it first"
         raise OverlayError(DIFFERS_FROM_LOCK, what)
     lock, root = patchset.lock, patchset.root
-    if checkout and keep and checkout.version != lock.next:
-        raise OverlayError(DIFFERS_FROM_LOCK, f"{checkout.root} is not the lock's commit of main")
     old = upstream(lock, lock.pin, root)
-    pin = version_of(sdist_file(lock.versions[lock.pin], root))
-    other = Version(checkout.root) if checkout else kept.Kept((root / kept.NAMES).read_text(), pin)
+    pin, other = version_of(sdist_file(lock.versions[lock.pin], root)), Version(checkout.root)
     sources = patchset.sources("tests", "tools/checkpoint")
     ours = {path: source.read_bytes() for path, source in sources.items()}
     patched = series.build(patchset.series(), old.get, lock.git_only)
     found = compare(ours, pin, other, _patched_functions(patched))
     names = [Finding(name, kind, text, places) for (kind, name, text), places in found.items()]
     names.sort(key=lambda row: (row.state, row.name))
-    if checkout is None:
-        unknown = sorted({*upstream_modules(ours, pin)} - other.modules)
-        lines = [f"{name} was not compared: run drift with --keep" for name in unknown]
-        lines += kept.unread(root, found)
-        lines += _table([row for row in names if row.state != "body"])
-        return lines or [f"all names that our code uses fit {lock.next}"], int(bool(lines))
-    if keep:
-        (root / kept.NAMES).write_text(kept.lines(ours, pin, other, found))
-        return [f"wrote {kept.NAMES}"], 0
-    if checkout.version == lock.next:
-        read = kept.read(root)
-        names = [row for row in names if row.state != "body" or row.name not in read]
     patches = _patches(patchset, patched, checkout)
     files = _files(patchset, old, checkout, (pin, other))
     new_files = len(patchset.overlay) - len(files)

@@ -105,17 +105,6 @@ class Version:
         return {name: str(one) for name, one in found.items() if one is not None}
 
 
-def upstream_modules(ours: dict[str, bytes], pin: Version) -> list[str]:
-    """Return upstream's modules that our files use, in order.
-
-    ours: our files; path to source.
-    """
-    names = {use.name for path, source in ours.items() for use in uses(source, path)}
-    names = {one for name in names if name.startswith("megatron.") for one in prefixes(name)}
-    found = {module.path for module in _modules(names, pin)}
-    return sorted(found - {module_name(path) for path in ours})
-
-
 def _modules(names: Collection[str], pin: Version) -> list:
     """Return griffe's objects of the names that are modules of upstream's."""
     known = [one for one in map(pin.find, names) if one is not None and not one.is_alias]
