@@ -10,6 +10,7 @@ says so itself.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation, one_line
@@ -24,7 +25,6 @@ DEFAULT_TEMPLATE = (
 """Chat template for tokenizers without one: ``user: …\\nassistant: …</s>\\n``."""
 
 MODES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
-MODES += {"thinking": False}, {"thinking": True}
 """Arguments with which templates ask for answers with thinking, or without; the first that fits."""
 
 REASONING = "reasoning_content", "thinking", "reasoning"
@@ -64,10 +64,13 @@ class ChatTemplate:
                 chat_template=source,
                 return_assistant_tokens_mask=bool(_MARKED.search(source)),
                 add_generation_prompt=ask,
-                **{**self._tokenizer.special_tokens_map, **arguments},
+                **{**self._tokenizer.special_tokens_map, "strftime_now": None, **arguments},
             )
         except Exception as error:  # a template raises what it likes
-            raise BadConversation(f"the chat template refuses it: {one_line(error)}") from error
+            why = one_line(error)
+            if "'NoneType' object is not callable" in why and "strftime_now" in source:
+                why = "it writes today's date; say which by its argument in chat_template_kwargs"
+            raise BadConversation(f"the chat template refuses it: {why}") from error
         return texts[0], [range(*mark) for each in marks for mark in each]
 
     def _source(self, arguments: Mapping[str, Any]) -> str:
@@ -80,8 +83,8 @@ class ChatTemplate:
         """Raise BadConversation if the template does not know an argument or a key of a message."""
         keys = {*arguments, *(key for message in messages for key in message)}
         for key in sorted(keys - {"role", "content", "name", "tool_call_id"}):
-            names = map(re.escape, REASONING if key in REASONING else (key,))
-            if not re.search(rf"\b({'|'.join(names)})\b", self._source(arguments)):
+            names = {key, *REASONING[:2]} if key in REASONING else {key}
+            if not names & _names(self._source(arguments)):
                 raise BadConversation(f"the chat template does not know {key}")
 
     def prompts(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> Iterator[str]:
@@ -91,7 +94,7 @@ class ChatTemplate:
         """
         plain, _ = self.render(messages, arguments)
         for mode in MODES:
-            if any(name in arguments or name not in self._source(arguments) for name in mode):
+            if mode.keys() & arguments.keys() or mode.keys() - _names(self._source(arguments)):
                 continue
             text, _ = self.render(messages, {**arguments, **mode}, ask=True)
             if text == plain:
@@ -163,6 +166,15 @@ class ChatTemplate:
                 return range(first, len(text) - len(rest) + len(end))
         number = sum(each["role"] == "assistant" for each in messages[: place + 1])
         raise BadConversation(f"the chat template changes answer {number} beyond recognition")
+
+
+@lru_cache
+def _names(source: str) -> set[str]:
+    """Return the names and strings in a template's code, without its text and comments."""
+    from jinja2 import Environment
+
+    tokens = Environment().lex(source)
+    return {word.strip("'\"") for _, kind, word in tokens if kind in ("name", "string")}
 
 
 def _probes(message: Message) -> Iterator[Message]:

@@ -11,7 +11,6 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -179,8 +178,8 @@ class Chat:
                 tokenizer refuses its text; or that contains a token of media.
         """
         messages = self._messages(turns)
-        self._template.check(messages, arguments)
         text, spans = self._template.answers(messages, arguments, [turn.loss for turn in turns])
+        self._template.check(messages, arguments)
         self._compare(PLACEHOLDERS[VIDEO], text.count(PLACEHOLDERS[VIDEO]), len(labels))
         tokens, starts, stops = self._tokenize(text, spans, labels)
         ids, first, _ = tokens.T
@@ -298,14 +297,19 @@ class Chat:
         split = (re.split(f"({_PLACE.pattern})", item) for item in turn.items)
         return [
             {"type": ITEMS[_KINDS[part]]} if part in _KINDS else {"type": "text", "text": part}
-            for part in filter(None, chain.from_iterable(split))
+            for parts in split
+            for part in parts
+            if part or len(parts) == 1
         ]
 
     @cached_property
     def _roles_of_items(self) -> set[str]:
         """Roles for which the template knows items; others write them as Python or JSON."""
         question, text = {"role": "user", "content": "?"}, "\u27e8text\u27e9"
+        function = {"name": "f", "arguments": {}}
+        call = {"role": "assistant", "content": "?", "tool_calls": [{"function": function}]}
         around = {"system": ([], [question]), "user": ([], []), "assistant": ([question], [])}
+        around["tool"] = [question, call], []
         known = set()
         for role, (before, after) in around.items():
             items = {"role": role, "content": [{"type": "text", "text": text}]}
@@ -313,6 +317,6 @@ class Chat:
                 made, _ = self._template.render([*before, items, *after], {})
             except BadConversation:
                 continue
-            if text in made and not re.search("""['"]type['"]""", made):
+            if text in made and not re.search(f"""['"]: ?['"]{text}""", made):
                 known.add(role)
         return known

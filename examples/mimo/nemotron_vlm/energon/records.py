@@ -39,13 +39,9 @@ FIELDS: dict[str, tuple[str, ...]] = {"system": (), "user": ()}
 FIELDS |= {"assistant": (*REASONING, "tool_calls"), "tool": ("name", "tool_call_id")}
 """Keys of a message that go to the chat template beside its role and content, by role."""
 LOSS, ARGUMENTS = ("loss", "weight"), ("tools", "chat_template_kwargs")
-ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-}
+ENTRIES = {"conversations": ("from", "value"), "messages": ("role", "content")}
+"""Keys of a turn's role and content."""
+SPEAKERS = {"human": "user", "gpt": "assistant"}
 UNREAD = dict.fromkeys(OTHERS, "a format that Pillow does not read")
 SOUNDS, CLIPS = ("aac", "m4a", "mp3", "ogg", "opus"), ("avi", "mkv", "mov", "webm")
 UNREAD |= dict.fromkeys(SOUNDS, "convert it to wav or flac")
@@ -127,7 +123,7 @@ def read_record(sample: Any, prompt: str) -> Record:
     known = {text, *TEXTS[text], "fps", *ARGUMENTS, *METADATA}
     content = {"caption": sample.get("txt"), "prompt": prompt} | _known(content, known, "its json")
     if text != "caption":
-        turns = (_turns if text == "conversations" else _messages)(content[text])
+        turns = _turns(content[text], text)
     elif content[text] is None:
         raise BadConversation(
             "has neither conversations, messages nor a caption in json, nor a txt"
@@ -195,44 +191,36 @@ def _are_objects(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, dict) for each in value)
 
 
-def _turns(conversations: Any) -> list[Turn]:
-    turns = []
-    for entry in conversations if isinstance(conversations, list) else [None]:
-        if not isinstance(entry, dict) or not {"from", "value"} <= entry.keys():
-            raise BadConversation('conversations is no list of {"from": …, "value": …}')
-        speaker = entry["from"]
-        if not isinstance(speaker, str) or speaker not in ROLES:
-            known = ", ".join(ROLES)
-            raise BadConversation(f"unknown speaker {json.dumps(speaker)}; known: {known}")
-        where, role = f"turn {len(turns) + 1}", ROLES[speaker]
-        loss = _loss(_known(entry, {"from", "value", *LOSS}, where), role, where)
-        turns.append(Turn(role, _text(entry["value"]), loss=loss))
-    return turns
+def _turns(entries: Any, kind: str) -> list[Turn]:
+    """Return LLaVA's conversations, without spaces around texts, or Hugging Face's messages.
 
-
-def _messages(messages: Any) -> list[Turn]:
-    """Return Hugging Face's messages as they are, with a placeholder for each item."""
-    turns = []
-    for entry in messages if isinstance(messages, list) else [None]:
-        if not isinstance(entry, dict) or "role" not in entry:
-            raise BadConversation('messages is no list of {"role": …, "content": …}')
-        role, where = entry["role"], f"message {len(turns) + 1}"
+    Items of a content are placeholders.
+    """
+    (who, what), turns = ENTRIES[kind], []
+    for entry in entries if isinstance(entries, list) else [None]:
+        if not isinstance(entry, dict) or who not in entry:
+            raise BadConversation(f'{kind} is no list of {{"{who}": …, "{what}": …}}')
+        role, where = entry[who], f"message {len(turns) + 1}"
+        if kind == "conversations" and isinstance(role, str):
+            role = SPEAKERS.get(role, role)
         if role not in tuple(FIELDS):
             known = ", ".join(FIELDS)
             raise BadConversation(f"unknown role {json.dumps(role)}; known: {known}")
-        entry = _known(entry, {"role", "content", *FIELDS[role], *LOSS}, where)
+        entry = _known(entry, {who, what, *FIELDS[role], *LOSS}, where)
         fields = {key: entry[key] for key in FIELDS[role] if key in entry}
         reasons = [fields[key] for key in REASONING if key in fields]
         if len(reasons) > 1 or not all(isinstance(each, str) for each in reasons):
             raise BadConversation(f"{where}: its reasoning is no one text")
         if not _are_objects(fields.get("tool_calls", [])):
             raise BadConversation(f"{where}: its tool_calls are no list of objects")
-        content = entry.get("content", "" if fields and role == "assistant" else None)
-        if "content" not in entry:
+        content = entry.get(what, "" if fields and role == "assistant" else None)
+        if what not in entry:
             fields["content"] = None
+        if kind == "conversations" and isinstance(content, str):
+            content = content.strip()
         items = () if isinstance(content, str) else _items(content)
-        text, loss = "".join(items) or content or "", _loss(entry, role, where)
-        turns.append(Turn(role, text, items, fields, loss))
+        text = content if isinstance(content, str) else "".join(items)
+        turns.append(Turn(role, text, items, fields, _loss(entry, role, where)))
     return turns
 
 
@@ -252,20 +240,17 @@ def _items(content: Any) -> tuple[str, ...]:
         kind = item.get("type") if isinstance(item, dict) else None
         is_text = kind == "text" and isinstance(item.get("text"), str)
         if not is_text and kind not in ITEMS:
-            raise BadConversation(f"content is no list of items of type text, {', '.join(ITEMS)}")
+            raise BadConversation(
+                f"a content is no text, and no list of items of type text, {', '.join(ITEMS)}"
+            )
         _known(item, ("type", "text") if is_text else SOURCES, f"an item of type {kind}")
         items.append(item["text"] if is_text else PLACEHOLDERS[ITEMS[kind]])
     return tuple(items)
 
 
 def _captioning(prompt: Any, caption: Any) -> list[Turn]:
-    return [Turn("user", _text(prompt)), Turn("assistant", _text(caption))]
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise BadConversation(f"a text is of type {type(value).__name__}")
-    return value.strip()
+    entries = [{"from": "user", "value": prompt}, {"from": "assistant", "value": caption}]
+    return _turns(entries, "conversations")
 
 
 def numerically(name: str) -> list[int | str]:

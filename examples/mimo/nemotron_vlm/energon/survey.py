@@ -199,7 +199,7 @@ def make_survey(
     )
     shards = list(tqdm(loader, str(dataset.path), unit="shard", disable=None))
     rows, media, bad, digests = zip(*shards, strict=True)
-    digest = hashlib.sha256(json.dumps(encoder.settings).encode())
+    digest = hashlib.sha256(json.dumps([FORMAT, encoder.settings]).encode())
     for one in digests:
         digest.update(one.encode())
     notes = {

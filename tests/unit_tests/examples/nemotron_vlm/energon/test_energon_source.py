@@ -165,6 +165,14 @@ class TestSurvey:
         assert source(digits, seed=6).fingerprint != fingerprint
         assert source(extra).fingerprint != fingerprint
 
+    def test_fingerprint_is_of_the_way_in_which_texts_are_read(self, digits, copied, monkeypatch):
+        from examples.mimo.nemotron_vlm.energon import survey as surveys
+
+        before = source(digits).fingerprint
+        monkeypatch.setattr(surveys, "FORMAT", surveys.FORMAT + 1)
+        survey(copied)
+        assert source(copied).fingerprint != before
+
     def test_is_the_same_from_several_processes(self, digits, copied, tmp_path):
         survey(copied, splits=["train"], workers=2, folder=tmp_path / "surveys")
         opened, alone = source(copied, surveys=tmp_path / "surveys"), source(digits)

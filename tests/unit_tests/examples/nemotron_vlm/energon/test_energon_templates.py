@@ -243,7 +243,7 @@ def test_what_asks_is_what_trained_or_said_to_differ(chats, marks, name, more, w
         ("headers", THOUGHTS["thinking"], {}, "does not know thinking"),
         ("headers", ANSWERS["plain"], {"chat_template_kwargs": {"deep": 1}}, "does not know deep"),
         ("chatml", said("assistant", "a \ud83d b"), {}, r"half a character, '\\ud83d', is in its"),
-        ("nemotron", call(content=["a"]), {}, "content is no list of items"),
+        ("nemotron", call(content=["a"]), {}, "a content is no text, and no list of items"),
     ],
 )
 def test_what_a_template_or_a_tokenizer_does_not_take_is_named(chats, template, talk, more, reason):
@@ -272,6 +272,64 @@ def test_contents_of_items_go_to_templates_that_know_them(tmp_path):
     messages = [said("user", parts), said("assistant", parts)]
     ids, mask = reference(AutoTokenizer.from_pretrained(tmp_path), messages, None)
     found, answer = chat.encode(record_of(messages).turns)
+    assert (found.tolist(), answer.astype(int).tolist()) == (ids, mask)
+
+
+@pytest.mark.parametrize("first", ["", '{"type": "text"}\n'], ids=["plain", "quotes-a-type"])
+def test_results_of_tools_are_items_for_templates_that_take_no_others(tmp_path, first):
+    items = "{% for i in m.content %}[{{ i.text }}]{% endfor %}"
+    result = "{% elif m.role == 'tool' %}" + items + "<|im_end|>{% else %}{{ m.content }}"
+    template = first + CHATML.replace("{% else %}{{ m.content }}", result)
+    chat = Chat(byte_tokenizer(tmp_path, template, SPECIAL))
+    parts = [{"type": "text", "text": each} for each in ("a ", "", " b")]
+    messages = [said("user", "look"), call(), said("tool", parts), said("assistant", "yo")]
+    ids, mask = reference(AutoTokenizer.from_pretrained(tmp_path), messages, None)
+    found, answer = chat.encode(record_of(messages).turns)
+    assert (found.tolist(), answer.astype(int).tolist()) == (ids, mask)
+
+
+@pytest.mark.parametrize("parts", [[], [""], ["", ""]])
+def test_items_without_text_are_an_empty_text(chats, parts):
+    chat = chats["chatml"][1]["marks"]
+    parts = [{"type": "text", "text": each} for each in parts]
+    (found, _), (wanted, _) = (
+        chat.encode(record_of([said("user", content), said("assistant", "yo")]).turns)
+        for content in (parts, "")
+    )
+    assert found.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("kind", ["conversations", "messages"])
+def test_speakers_have_the_same_keys_in_both_kinds_of_talk(chats, kind):
+    who, what = ("from", "value") if kind == "conversations" else ("role", "content")
+    answer = {who: "assistant", what: "yo", "reasoning_content": "because", "weight": 0}
+    talk = [{who: "user", what: "ask"}, answer, {who: "user", what: "so?"}]
+    talk.append({who: "assistant", what: None, "tool_calls": call()["tool_calls"]})
+    content = {kind: talk}
+    record = read_record(CrudeSample(decode_text({"json": json.dumps(content).encode()})), "?")
+    messages = [said("user", "ask"), said("assistant", "yo", reasoning_content="because", weight=0)]
+    ids, mask = reference(chats["chatml"][0], [*messages, said("user", "so?"), call()], None)
+    found, answer = chats["chatml"][1]["marks"].encode(record.turns)
+    assert (found.tolist(), answer.astype(int).tolist()) == (ids, mask)
+
+
+def test_keys_in_comments_and_texts_of_a_template_are_not_known_to_it(tmp_path):
+    template = "{# no tools #}thinking by reasoning_content: {{ 'its thinking is deep' }}" + HEADERS
+    chat = Chat(byte_tokenizer(tmp_path, template.replace("{{ '<s>' }}", ""), SPECIAL))
+    for key in ("thinking", "reasoning_content"):
+        with pytest.raises(BadConversation, match=f"does not know {key}"):
+            chat.encode(record_of([said("user", "a"), said("assistant", "b", **{key: "c"})]).turns)
+
+
+def test_templates_that_write_the_date_need_the_samples_own(tmp_path):
+    dated = "{{ date if date is defined else strftime_now('%d %B') }}"
+    path = byte_tokenizer(tmp_path, dated + CHATML, SPECIAL)
+    chat, talk = Chat(path), TALKS["plain"]
+    with pytest.raises(BadConversation, match="refuses it: it writes today's date; say which by"):
+        chat.encode(record_of(talk).turns)
+    record = record_of(talk, chat_template_kwargs={"date": "1 May"})
+    ids, mask = reference(AutoTokenizer.from_pretrained(path), talk, None, date="1 May")
+    found, answer = chat.encode(record.turns, (), record.arguments)
     assert (found.tolist(), answer.astype(int).tolist()) == (ids, mask)
 
 
