@@ -38,6 +38,13 @@ class EncoderStage(VisionModalitySubmodules):
     reductions overlap the backward."""
 
     @property
+    def skips_blank(self) -> bool:
+        """Whether a rank may skip a blank input where its peers wait for nothing: in FP8, they
+        reduce the scales of each forward.
+        """
+        return not any(encoder.config.fp8 for encoder in self.encoders.values())
+
+    @property
     def pre_process(self) -> bool:
         """Whether this stage takes inputs."""
         return self.is_first_stage

@@ -25,6 +25,8 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from examples.mimo.nemotron_vlm.data.reading import Reader
+from examples.mimo.nemotron_vlm.encoders.sound import SoundEncoder
+from examples.mimo.nemotron_vlm.encoders.stage import EncoderStage
 from examples.mimo.nemotron_vlm.loop import forward_step, metrics
 from examples.mimo.nemotron_vlm.loop import run as program
 from examples.mimo.nemotron_vlm.loop.forward_step import (
@@ -46,6 +48,7 @@ from tests.unit_tests.examples.nemotron_vlm.loop.models import PACK
 from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import (
     STEP,
     PartlyText,
+    SoundAndImages,
     SoundAndVideo,
 )
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import (
@@ -120,6 +123,32 @@ class TestStep:
         del run
         gc.collect()
         assert not [thing for thing in gc.get_objects() if isinstance(thing, MimoModel)]
+
+
+@requires_world_size(2)
+@pytest.mark.parametrize("macro_batch", [1, 2])
+def test_encoders_without_an_input_run_at_a_steps_ends_alone(macro_batch, monkeypatch):
+    """Of eight microbatches, two to five have sound, and in every third step none."""
+    runs, forward = [], SoundEncoder.forward
+
+    def counted(encoder, frames, lengths):
+        runs.append(len(lengths))
+        return forward(encoder, frames, lengths)
+
+    monkeypatch.setattr(SoundEncoder, "forward", counted)
+    options = ("--model", "tiny-omni", "--micro-batch-size", "2", "--disable-balance")
+    options += ("--encoder", "dp=2", "--language", "dp=2", "--overlap-grad-reduce")
+    options += ("--encoder-macro-batch", str(macro_batch))
+    few = trajectory(*options, steps=3, source=SoundAndImages())
+    skipped, runs[:] = list(runs), []
+    monkeypatch.setattr(EncoderStage, "skips_blank", False)
+    all_runs = trajectory(*options, steps=3, source=SoundAndImages())
+    numbers = [[(r["loss"], r["grad_norm"]) for r in records] for records in (few, all_runs)]
+    assert numbers[0] == numbers[1]
+    assert len(runs) == 3 * 8 // macro_batch
+    blank = [place for place, sounds in enumerate(runs) if not sounds]
+    ends = {step * 8 // macro_batch + end for step in range(3) for end in (0, 8 // macro_batch - 1)}
+    assert len(skipped) == len(runs) - len(set(blank) - ends) < len(runs)
 
 
 OMNI = ("--model", "tiny-omni", "--dynamic-resolution", "--global-batch-size", str(STEP))

@@ -25,7 +25,10 @@ ModalityInputs = dict[str, dict[str, dict[str, object]] | None]
 
 
 def encode(
-    model: MegatronModule, shares: Sequence[ModalityInputs | None], recompute: int | None = None
+    model: MegatronModule,
+    shares: Sequence[ModalityInputs | None],
+    recompute: int | None = None,
+    skips_blank: bool = False,
 ) -> dict[str, Tensor]:
     """Run every modality's encoders on this rank's part of the batch.
 
@@ -33,6 +36,7 @@ def encode(
         shares: inputs in batch order; tensors and arrays are concatenated along the first dim.
         recompute: keep no activations; in the backward run the encoders again, this many shares at
             a time. ``None`` keeps them.
+        skips_blank: run no encoder that has no input here, if it allows this.
 
     Returns:
         Rows ``[rows, H]`` by modality, for a bridge in the dtype of the language model's
@@ -49,11 +53,12 @@ def encode(
     for name, submodule in model.modality_submodules.items():
         trained = any(p.requires_grad for p in submodule.parameters())
         bridged = (name, MIMO_LANGUAGE_MODULE_KEY) in model.colocated_comms
+        skips = skips_blank and getattr(unwrap_model(submodule), "skips_blank", False)
         with _own_random_states(model, name):
             parts = [
                 _encode_part(submodule, inputs[name], bool(recompute) and trained)
                 for inputs in merged
-                if inputs.get(name) is not None
+                if inputs.get(name) is not None and not (skips and _is_empty(inputs[name]))
             ]
         parts = [part for part in parts if part is not None]
         if not parts and not bridged:
@@ -150,6 +155,10 @@ def _own_random_states(model: MegatronModule, name: str) -> contextlib.AbstractC
         groups = unwrap_model(model.modality_submodules[name]).pg_collection
         model.random_states[name] = RandomStates(name, groups)
     return model.random_states[name].in_use()
+
+
+def _is_empty(inputs: dict[str, dict[str, object]]) -> bool:
+    return not any(len(value) for given in inputs.values() for value in given.values())
 
 
 def _encode_part(submodule, inputs: dict[str, dict[str, object]], recompute: bool) -> Tensor:

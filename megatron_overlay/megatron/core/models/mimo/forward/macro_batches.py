@@ -31,16 +31,20 @@ class MacroBatch:
 
     Args:
         microbatches: its microbatches, which are changed.
-        recompute: as :func:`encode` takes it.
+        recompute, skips_blank: as :func:`encode` takes them.
     """
 
     def __init__(
-        self, model: MimoModel, microbatches: list[Microbatch], recompute: int | None
+        self,
+        model: MimoModel,
+        microbatches: list[Microbatch],
+        recompute: int | None,
+        skips_blank: bool = False,
     ) -> None:
         self.microbatches, self._model = microbatches, model
         shares, plans = take_inputs(microbatches)
         input_ids = [microbatch["input_ids"] for microbatch in microbatches]
-        self._made = encode(model, shares, recompute)
+        self._made = encode(model, shares, recompute, skips_blank)
         self._counts: dict[str, list[int]] = {}
         self._routes: dict[str, tuple[Route, Route] | None] = {}
         self._moving: dict[str, Moving] = {}

@@ -55,7 +55,10 @@ class EncoderWork:
         size = min(self._size, self._count - first)
         microbatches = [dict(next(self._microbatches)) for _ in range(size)]
         recompute = self._stages[0].mimo_config.encoder_schedule.recompute
-        return MacroBatch(self._stages[0], microbatches, recompute)
+        # In the first forward of a step DDP gathers parameters, in the last backward it reduces
+        # gradients; all ranks take part in both.
+        is_inner = 0 < first < self._count - size
+        return MacroBatch(self._stages[0], microbatches, recompute, skips_blank=is_inner)
 
     def _backward(self, is_last: bool) -> None:
         hold = contextlib.nullcontext() if is_last else no_encoder_grad_sync(self._stages)
