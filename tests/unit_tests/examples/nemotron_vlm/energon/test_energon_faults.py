@@ -124,10 +124,6 @@ def truncated(path: str, size: int) -> Callable[[Path], None]:
     return on_first_rank(lambda data: [os.truncate(file, size) for file in data.glob(path)])
 
 
-def removed(data: Path) -> None:
-    (data / SHARD).unlink()
-
-
 def unmounted(data: Path) -> None:
     data.rename(data.with_name("elsewhere"))
 
@@ -168,7 +164,7 @@ ROWS = {
             refused(errno.EACCES, ALWAYS, f"{SHARD}.idx"), r"also after 0.3 s: \[Errno 13\] "
         ),
     },
-    "a shard is replaced, cut short or removed": {
+    "a shard is replaced or cut short, or all are gone": {
         "another shard": Fault(on_first_rank(another_shard), CHANGED.format("")),
         "another shard in place of an open one": Fault(
             on_first_rank(another_shard), CHANGED.format(""), later=True
@@ -182,7 +178,6 @@ ROWS = {
             CHANGED.format("its images differ from"),
         ),
         "cut short": Fault(truncated(SHARD, 3000), CHANGED.format("Unexpected end"), later=True),
-        "removed": Fault(on_first_rank(removed), CHANGED.format(r"\[Errno 2\] No such file")),
         "unmounted": Fault(
             on_first_rank(unmounted),
             r"\.tar/sample \d+ has changed since .*No such file",

@@ -117,7 +117,7 @@ ROWS = {
     "what the model computes, its sizes": [
         ("--hidden-size 32", Refused(MODEL.format("hidden_size 64 → 32"))),
         ("--hybrid-layer-pattern ME*E", Refused(MODEL.format(r"ME\*M → ME\*E"))),
-        ("--vocab-size 1024", Refused(MODEL.format("vocab_size 64 → 1024"))),
+        ("--vocab-size 1024", Refused("has a vocabulary of 64: --vocab-size must be 64, not 1024")),
         ("--moe-router-topk 3", Refused(MODEL.format("moe_router_topk 2 → 3"))),
         ("--position-embedding-type rope", Refused(MODEL.format("none → rope"))),
         ("--no-untie-embeddings-and-output-weights", Refused(MODEL.format("True → False"))),

@@ -173,6 +173,13 @@ class TestSurvey:
         survey(copied)
         assert source(copied).fingerprint != before
 
+    def test_names_a_shard_that_is_missing_before_a_sample_is_read(self, copied):
+        survey(copied)
+        (copied / "train-0001.tar").unlink()
+        missing = "1 shards are missing: train-0001.tar; .* survey with --again"
+        with pytest.raises(ValueError, match=missing):
+            source(copied)
+
     def test_is_the_same_from_several_processes(self, digits, copied, tmp_path):
         survey(copied, splits=["train"], workers=2, folder=tmp_path / "surveys")
         opened, alone = source(copied, surveys=tmp_path / "surveys"), source(digits)
