@@ -54,10 +54,10 @@ def test_drift_finds_no_work_and_apply_and_revert_give_the_original_tree(checkou
         version_of.cache_clear()  # so that reading the pin counts in the time
     original, start = snapshot(checkout), cpu_seconds()
     result = run("drift", checkout)
-    bodies = [line for line in result.out if line.startswith("  body ")]
-    has_only_bodies = f"upstream's names that our code uses: {len(bodies)} changed" in result.out
-    is_next = Checkout(checkout).version == PATCHSET.lock.next  # its tests met the new bodies
-    assert result.code == 0 or (is_next and has_only_bodies), "\n".join(result.out)
+    left = [line for line in result.out if line.startswith(("  body ", "  perhaps "))]
+    are_all = f"upstream's names that our code uses: {len(left)} changed" in result.out
+    is_next = Checkout(checkout).version == PATCHSET.lock.next  # its tests met what is left
+    assert result.code == 0 or (is_next and are_all), "\n".join(result.out)
     assert cpu_seconds() - start < DRIFT_SECONDS
     start = cpu_seconds()
     assert run("apply", checkout).code == 0
