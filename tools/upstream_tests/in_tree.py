@@ -1,185 +1,116 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Pytest plugin for one CPU rank that runs upstream's own tests (`-p upstream_rank`).
-
-It writes the outcome of each test as a JSON line, and keeps the ranks together: all start a test at
-once, and one that hangs ends with its stacks in a file, whereupon torchrun ends the others.
+"""Runs upstream's tests in the tree that is the working directory, on forked ranks:
+``in_tree.py STAND_INS OVERLAY RECORDS`` reads a number of ranks and a file from each line of stdin.
 """
 
-import ctypes
-import faulthandler
 import functools
-import gc
 import json
 import os
-import signal
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 
-import pytest
-import stand_ins
-import torch.distributed as dist
+sys.path[0] = os.getcwd()
 
-_RANK, _WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-_FOLDER = Path(os.environ["UPSTREAM_TESTS_FOLDER"])
-_TEST_LIMIT_S = float(os.environ["UPSTREAM_TESTS_TEST_LIMIT_S"])
-_COLLECTION_LIMIT_S, _END_LIMIT_S = 240, 30
-_COLLECTIVE_LIMIT = timedelta(seconds=30)
-_STACKS = (_FOLDER / f"rank{_RANK}.stacks").open("w")
-_LONG_TEST_S = 0.5
+import pytest  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed import distributed_c10d  # noqa: E402
 
-stand_ins.install()
-# A test for GPUs of 80 GB shall harm no other program: the system ends this one first.
-Path("/proc/self/oom_score_adj").write_text("1000")
-
-
-def end_after(seconds: float) -> None:
-    """End this rank, with its stacks, if this is not called again in so many seconds."""
-    faulthandler.dump_traceback_later(seconds, exit=True, file=_STACKS)
-
-
-class Ranks:
-    """The ranks of this world: the store that torchrun serves, and their process groups."""
-
-    def __init__(self) -> None:
-        store, _, _ = next(dist.rendezvous("env://"))
-        self._store = dist.PrefixStore("upstream-tests", store)
-        self._meetings = self._initialisations = 0
-        self._init_process_group, new_group = dist.init_process_group, dist.new_group
-        dist.distributed_c10d.default_pg_timeout = _COLLECTIVE_LIMIT
-
-        @functools.wraps(new_group)
-        def new_group_in_time(ranks=None, timeout=None, *args, **kwargs):
-            timeout = min(timeout or _COLLECTIVE_LIMIT, _COLLECTIVE_LIMIT)
-            return new_group(ranks, timeout, *args, **kwargs)
-
-        for module in (dist, dist.distributed_c10d):
-            module.init_process_group, module.new_group = self._init, new_group_in_time
-
-    def _init(self, backend=None, init_method=None, timeout=None, **kwargs) -> None:
-        # Each time a new prefix: otherwise gloo would find the addresses of earlier groups.
-        self._initialisations += 1
-        given = kwargs.pop("store", None)
-        prefix = f"groups/{self._meetings}/{self._initialisations}"
-        kwargs["store"] = dist.PrefixStore(prefix, given or self._store)
-        if given is None:
-            kwargs["rank"], kwargs["world_size"] = _RANK, _WORLD
-        self._init_process_group(backend, timeout=_COLLECTIVE_LIMIT, **kwargs)
-
-    @staticmethod
-    def free_groups_of_parallel_state() -> None:
-        """Make `destroy_model_parallel` destroy its groups, which upstream only forgets.
-
-        With gloo, each group holds threads and connections: hundreds of them bring the ranks to a
-        halt.
-        """
-        parallel_state = sys.modules.get("megatron.core.parallel_state")
-        if parallel_state is None:
-            return
-        forget = parallel_state.destroy_model_parallel
-
-        @functools.wraps(forget)
-        def destroy_model_parallel():
-            groups = filter(None, parallel_state._global_process_group_list or [])
-            forget()
-            for group in groups:
-                if group in dist.distributed_c10d._world.pg_map:
-                    dist.destroy_process_group(group)
-
-        parallel_state.destroy_model_parallel = destroy_model_parallel
-
-    def meet(self, message: str) -> list[str]:
-        """Exchange messages with all ranks; raise DistStoreError if one does not come."""
-        keys = [f"meeting/{self._meetings}/{rank}" for rank in range(_WORLD)]
-        self._store.set(keys[_RANK], message)
-        self._meetings += 1
-        self._initialisations = 0
-        self._store.wait(keys, timedelta(seconds=_TEST_LIMIT_S + 5))
-        return [self._store.get(key).decode() for key in keys]
-
-    def renew_groups(self, keep_default: bool) -> None:
-        """Destroy all process groups; make a new default one if there was one and it is kept."""
-        had_groups = dist.is_initialized()
-        if parallel_state := sys.modules.get("megatron.core.parallel_state"):
-            parallel_state.destroy_model_parallel()
-        if had_groups:
-            dist.destroy_process_group()
-            if keep_default:
-                self._init("gloo")
-        if utilities := sys.modules.get("tests.unit_tests.test_utilities"):
-            utilities.Utils.inited = False
+TEST_LIMIT_S = float(os.environ.get("UPSTREAM_TEST_LIMIT_S", "150"))
+COLLECTIVE_LIMIT = timedelta(seconds=30)
 
 
 class Recorder:
-    """Writes the outcomes, and waits for the other ranks after each test."""
+    """A plugin that records outcomes, and makes the ranks begin each test together."""
 
-    def __init__(self) -> None:
-        end_after(_COLLECTION_LIMIT_S)
-        self._ranks = Ranks()
-        self._file = (_FOLDER / f"rank{_RANK}.jsonl").open("a")
-        self._outcome, self._reason, self._began = "passed", "", 0.0
+    def __init__(self, record: Path):
+        self.record = record
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.store, _, _ = next(dist.rendezvous("env://"))
+        self.meetings = self.groups = 0
+        self.init, new_group = dist.init_process_group, dist.new_group
 
-    def _write(self, *record) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        @functools.wraps(new_group)
+        def new_group_in_time(ranks=None, timeout=None, *args, **named):
+            return new_group(ranks, COLLECTIVE_LIMIT, *args, **named)
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        done = set((_FOLDER / "done").read_text().splitlines())
-        items[:] = [item for item in items if item.nodeid not in done]
-        stand_ins.give_tests_local_layers({item.module for item in items})
-        self._ranks.free_groups_of_parallel_state()
+        distributed_c10d.default_pg_timeout = COLLECTIVE_LIMIT
+        for module in (dist, distributed_c10d):
+            module.init_process_group, module.new_group = self.init_again, new_group_in_time
 
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._write("collected", [item.nodeid for item in session.items])
-        gc.collect()
-        gc.freeze()  # imported modules need not be scanned in each collection
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.outcome != "passed":
-            self._write("ends", report.nodeid, report.outcome, _reason(report))
+    def init_again(self, backend=None, init_method=None, timeout=None, **named) -> None:
+        # Each time a new prefix: otherwise gloo would find the addresses of earlier groups.
+        self.groups += 1
+        store = named.pop("store", None)
+        prefix = dist.PrefixStore(f"groups/{self.meetings}/{self.groups}", store or self.store)
+        ranks = {} if store else {"rank": self.rank, "world_size": self.size}
+        self.init(backend, timeout=COLLECTIVE_LIMIT, store=prefix, **named | ranks)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None):
+    def pytest_runtest_protocol(self, item):
         item.config.option.experimental = item.get_closest_marker("experimental") is not None
-        self._outcome, self._reason, self._began = "passed", "", time.monotonic()
-        self._write("begins", item.nodeid)
-        end_after(_TEST_LIMIT_S)
+        self.outcome = ("passed", "")
+        self.write(item.nodeid, "hung", "a rank did not end it")  # unless another line follows
         result = yield
-        end_after(_TEST_LIMIT_S + _END_LIMIT_S)  # for the other ranks
-        self._write("ends", item.nodeid, self._outcome, self._reason)
-        self._meet(item, nextitem)
+        self.write(item.nodeid, *self.outcome)
+        self.groups = 0
+        keys = [f"tests/{self.meetings}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], self.outcome[0])
+        self.meetings += 1
+        self.store.wait(keys, timedelta(seconds=TEST_LIMIT_S + 5))
+        if b"failed" in [self.store.get(key) for key in keys] and dist.is_initialized():
+            # Ranks may have made other groups.
+            sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
+            dist.destroy_process_group()
+            self.init_again("gloo")
         return result
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.outcome != "passed" and self._outcome != "failed":
-            self._outcome, self._reason = report.outcome, _reason(report)
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.outcome != "passed" and self.outcome[0] != "failed":
+            self.outcome = report.outcome, report.longreprtext[-300:].replace("\n", " ")
 
-    def _meet(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        outcomes = self._ranks.meet(self._outcome)
-        same_file = nextitem is not None and nextitem.path == item.path
-        if "failed" in outcomes or not same_file:
-            self._ranks.renew_groups(keep_default=same_file)
-        if not same_file or time.monotonic() - self._began > _LONG_TEST_S:
-            # Return tests' memory to the system: models are in cycles, and ranks share memory.
-            gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)
+    def pytest_collectreport(self, report) -> None:
+        if report.failed:
+            self.write(report.nodeid, "failed", report.longreprtext[-300:].replace("\n", " "))
 
-    def pytest_unconfigure(self) -> None:
-        """End the processes that tests have left."""
-        end_after(_END_LIMIT_S)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.killpg(0, signal.SIGTERM)  # torchrun gives each rank a process group
+    def write(self, *line: str) -> None:
+        with self.record.open("a") as file:
+            file.write(json.dumps([self.rank, *line]) + "\n")
 
 
-def _reason(report) -> str:
-    """Return the message of a failure or skip, in one line."""
-    crash = getattr(report.longrepr, "reprcrash", None)
-    text = crash.message if crash else str(report.longrepr).strip().splitlines()[-1]
-    return " ".join(text.split())[:400]
+def run_file(file: str, done: list[str], record: Path) -> None:
+    """Run the tests of a file on this rank, but those that are done; exit if pytest breaks."""
+    # A test for GPUs of 80 GB shall harm no other program: the system ends this one first.
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    settings = "pyproject.toml" if Path("pyproject.toml").exists() else os.devnull
+    options = ["-qq", "--tb=short", "-Wignore", "-p", "no:cacheprovider", "-o", "addopts="]
+    options += ["-o", f"faulthandler_timeout={TEST_LIMIT_S}", "--rootdir", ".", "-c", settings]
+    options += ["-o", "faulthandler_exit_on_timeout=true", f"--basetemp={record}-{os.getpid()}"]
+    skipped = [f"--deselect={test}" for test in done]
+    code = pytest.main([*options, *skipped, file], plugins=[Recorder(record)])
+    if code not in (0, 1, 2, 5):
+        sys.exit(int(code))
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Register the recorder."""
-    config.pluginmanager.register(Recorder(), "upstream-recorder")
+def main(stand_ins: str, overlay: Path, records: Path) -> None:
+    sys.path += [stand_ins, str(Path(__file__).parents[2] / "tests")]
+    from agent import run_ranks
+    from stand_ins import install
+
+    del sys.path[-2:]  # tests must not find our modules
+    install(overlay / "megatron/core/cpu_runtime")
+    import megatron.training  # noqa: F401  the ranks share what is imported
+    import tests.unit_tests.test_utilities  # noqa: F401
+
+    for line in sys.stdin:
+        size, file, *done = line.rstrip().split("\t")
+        record, tried = records / f"{size}-{file.replace('/', '-')}.jsonl", None
+        while run_ranks(int(size), run_file, file, done, record) and tried != done:
+            # A rank has ended in a test, which counts as hung; the tests after it run now.
+            begun = record.read_text().splitlines() if record.exists() else []
+            tried, done = done, sorted({json.loads(line)[1] for line in begun} | set(done))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
