@@ -33,6 +33,7 @@ HEAD += "---:|" * len([*SPEED, *REST])
 """Head of the table in Markdown."""
 
 HEADLINE = {
+    ("real", "dp=2"): "packed conversations, images of any size, clips and sounds, dp=2",
     ("fp8", "bf16"): "tiles of one size, encoder 79 % of the work, CUDA graphs",
     ("fp8", "both, delayed, experts in bf16"): "the same in FP8",
     ("two-gpus-graphs", "two"): "the same in bf16, both modules dp=2",
