@@ -43,6 +43,7 @@ from examples.mimo.nemotron_vlm.loop.terminal import beginning, ending, say, tel
 from examples.mimo.nemotron_vlm.model.builder import VLMBuildConfig
 from examples.mimo.nemotron_vlm.model.model import placed
 from examples.mimo.nemotron_vlm.options.arguments import Options, parse
+from examples.mimo.nemotron_vlm.options.attention_rules import check_encoder_attention
 from examples.mimo.nemotron_vlm.options.config_file import write_config
 from examples.mimo.nemotron_vlm.options.own_options import HELP, own_options
 from examples.mimo.nemotron_vlm.options.value_rules import saves_into
@@ -130,6 +131,8 @@ def run(argv: list[str]) -> None:
                 f"--transformer-impl {args.transformer_impl}: Transformer Engine is not installed; "
                 "local takes Megatron's own layers"
             )
+        images = options.preset.images
+        check_encoder_attention(args, images.hidden // images.heads)
         check_outputs(args)
         check_inputs(args)
         source = make_source(args, options.preset)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.padded_flash_attention import packed_attention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 
@@ -19,9 +20,13 @@ class LayerSpecs:
     hybrid_stack: ModuleSpec
 
 
-def layer_specs(transformer_impl: str) -> LayerSpecs:
-    """Return the specs for 'local' (Megatron's own layers) or Transformer Engine (on GPUs)."""
-    return _local() if transformer_impl == "local" else _transformer_engine()
+def layer_specs(transformer_impl: str, has_flash4: bool = False) -> LayerSpecs:
+    """Return the specs for 'local' (Megatron's own layers) or Transformer Engine (on GPUs).
+
+    Args:
+        has_flash4: whether flash-attn-4 computes the attention of packed images.
+    """
+    return _local() if transformer_impl == "local" else _transformer_engine(has_flash4)
 
 
 def _local() -> LayerSpecs:
@@ -38,9 +43,10 @@ def _local() -> LayerSpecs:
     )
 
 
-def _transformer_engine() -> LayerSpecs:
+def _transformer_engine(has_flash4: bool) -> LayerSpecs:
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
+        TEDotProductAttention,
         TELayerNormColumnParallelLinear,
         TENorm,
         TERowParallelLinear,
@@ -60,7 +66,19 @@ def _transformer_engine() -> LayerSpecs:
         def __init__(self, *args, skip_bias_add: bool, **kwargs) -> None:
             super().__init__(*args, skip_bias_add=False, **kwargs)
 
+    class PackedFlashAttention(TEDotProductAttention):
+        """Has no parameters, so checkpoints do not depend on it."""
+
+        def forward(self, query, key, value, *_, packed_seq_params, **__):
+            packed = packed_seq_params
+            bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+            return packed_attention(query, key, value, bounds, longest).flatten(1)
+
     vit = get_vit_layer_with_transformer_engine_spec()
+    attention = vit.submodules.self_attention
+    if has_flash4:
+        parts = replace(attention.submodules, core_attention=PackedFlashAttention)
+        attention = replace(attention, submodules=parts)
     mlp = MLPSubmodules(linear_fc1=BiasInGemm, linear_fc2=TERowParallelLinear)
     layers = hybrid_stack_spec.submodules
     gdn = layers.gdn_layer
@@ -72,7 +90,11 @@ def _transformer_engine() -> LayerSpecs:
     return LayerSpecs(
         vit_layer=replace(
             vit,
-            submodules=replace(vit.submodules, mlp=partial(MLP.as_mlp_submodule, submodules=mlp)),
+            submodules=replace(
+                vit.submodules,
+                self_attention=attention,
+                mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
+            ),
         ),
         projector_norm=TENorm,
         projector_mlp=MLPSubmodules(

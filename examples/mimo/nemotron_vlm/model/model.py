@@ -207,7 +207,8 @@ def build_vlm(
     Returns:
         One MimoModel for each virtual pipeline stage; the first holds the encoders.
     """
-    language, specs = modules[LANGUAGE].groups, layer_specs(args.transformer_impl)
+    specs = layer_specs(args.transformer_impl, args.encoder_attention == "flash4")
+    language = modules[LANGUAGE].groups
     encoders = {
         each.name: each.spec(own, specs, modules[each.name].groups)
         for each, own in zip(preset.encoders, configs.encoders, strict=True)

@@ -35,6 +35,7 @@ from examples.mimo.nemotron_vlm.model.model import VLMConfigs, make_configs, par
 from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE as LANGUAGE_PART
 from examples.mimo.nemotron_vlm.model.part_settings import PartSettings, by_encoder, part_settings
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
+from examples.mimo.nemotron_vlm.options.attention_rules import set_encoder_attention
 from examples.mimo.nemotron_vlm.options.config_file import as_yaml, with_config
 from examples.mimo.nemotron_vlm.options.defaults import defaults, saves_asynchronously
 from examples.mimo.nemotron_vlm.options.environment import at_start
@@ -203,6 +204,7 @@ def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:
         # cuDNN's norms are faster, but each number of tokens has its own kernel, made at first use.
         for way in ("FWD", "BWD"):
             os.environ.setdefault(f"NVTE_NORM_{way}_USE_CUDNN", "1")
+    set_encoder_attention(args)
     default("overlap_param_gather", args.use_distributed_optimizer and args.overlap_grad_reduce)
     args.use_persistent_ckpt_worker |= args.async_save  # Megatron has no other worker
     default("eval_interval", args.train_iters or 1000)

@@ -63,6 +63,9 @@ class OwnOptions:
     default: 2 on GPUs if a step has that many, else 1"""
     encoder_schedule: str = THREE_PHASES
     """the only schedule of a colocated encoder beside a pipeline: three-phases"""
+    encoder_attention: Literal["te", "flash4"] | None = None
+    """with --dynamic-resolution, compute the attention of images by Transformer Engine or by
+    flash-attn-4; default: flash4 on Hopper GPUs in 16 bits where it is installed, else te"""
     freeze: str = ""
     """comma-separated parts that are not trained: encoder, projector, language; the first two are
     those of all encoders, or with NAME: before them of one"""
@@ -172,6 +175,7 @@ model       --model NAME  --freeze PARTS  --fp8-parts PARTS  --dynamic-resolutio
 layout      --encoder LAYOUT  --language LAYOUT|planned  --placement colocated|non-colocated
             --encoder-tp N  --encoder-dp N  --encoder-pp N
 speed       --device cpu|cuda  --encoder-macro-batch N  --recompute-encoder N
+            --encoder-attention te|flash4
 data        --data digits|mock|energon:PATH  --pack  --pack-window N  --sample-multiple N
             --disable-balance  --max-tiles N  --disable-thumbnail
             --video-frames N  --video-fps N  --video-target-num-patches N

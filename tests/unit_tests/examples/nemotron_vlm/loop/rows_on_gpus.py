@@ -34,6 +34,7 @@ ON_ONE_GPU = [
     Row(1, "engine", options=NO_OVERLAP),
     Row(1, "engine", options=("--encoder-macro-batch", "4"), microbatches=4),
     Row(1, "bf16 any size", options=RECOMPUTE),
+    Row(1, "bf16 any size", options=("--encoder-attention", "te")),
     Row(1, "engine", options=LOCAL, then=(("dp=1", "dp=1", ()),)),
     Row(1, "engine", then=(("dp=1", "dp=1", LOCAL),)),
 ]

@@ -117,6 +117,9 @@ TOGETHER = [
         "--mamba-num-heads that leave unaligned rows.*to be a multiple of 8",
     ),
     ("--fp16 --bf16", "^Megatron asks for: not --bf16$"),
+    ("--encoder-attention flash4", "--encoder-attention flash4 needs --device cuda; te does not"),
+    (f"{ENGINE} --bf16 --encoder-attention flash4", "flash4 needs --dynamic-resolution"),
+    (f"{ENGINE} --dynamic-resolution --bf16 --encoder-attention flash4", "is not installed"),
     (
         "--language tp=2 --distribute-saved-activations --recompute-granularity full "
         "--recompute-method uniform --recompute-num-layers 1",

@@ -1,0 +1,69 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""flash-attn-4 in padded heads against PyTorch's attention in fp32, at the sizes of real images."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron.core.transformer import padded_flash_attention as flash
+from tests.unit_tests.test_utilities import requires_world_size
+
+HEADS, CHANNELS = 16, 80
+LENGTHS = {
+    "photos, a screen and a page": (1210, 1180, 3610, 8170),
+    "frames of clips": (1034,) * 6,
+    "shorter than a block": (11, 26, 74, 1, 130),
+}
+TOLERANCE = 0.01
+"""Of a tensor's norm: bf16 inputs and probabilities round by 0.004."""
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize("sharp", [1.0, 3.0])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_outputs_and_gradients_equal_those_in_fp32(lengths, sharp, record_property):
+    chosen = LENGTHS[lengths]
+    generator = torch.Generator("cuda").manual_seed(1)
+    mixed, grad = (
+        torch.randn(sum(chosen), HEADS, width, generator=generator, device="cuda").bfloat16()
+        for width in (3 * CHANNELS, CHANNELS)
+    )
+    # Channels of real activations have means of their own, which random ones lack.
+    inputs = (mixed * sharp + torch.linspace(-1, 1, 3 * CHANNELS, device="cuda")).bfloat16()
+    bounds = torch.tensor([0, *chosen]).cumsum(0).int().cuda()
+    query, key, value = (part.requires_grad_() for part in inputs.detach().split(CHANNELS, -1))
+    output = flash.packed_attention(query, key, value, bounds, max(chosen))
+    found = [output, *torch.autograd.grad(output, (query, key, value), grad)]
+    parts = zip(*(t.split(chosen) for t in (query, key, value, grad)), strict=True)
+    right = map(torch.cat, zip(*(_in_fp32(*part) for part in parts), strict=True))
+    worst = 0.0
+    for one, other in zip(found, right, strict=True):
+        worst = max(worst, float((one - other).norm() / other.norm()))
+    record_property("found", worst)
+    assert worst <= TOLERANCE
+
+
+def _in_fp32(query, key, value, grad) -> list[torch.Tensor]:
+    """Return the output of one sequence and the gradients of its inputs, [tokens, heads, C]."""
+    heads = [
+        [t.transpose(0, 1)[h : h + 4].float() for t in (query, key, value, grad)]
+        for h in range(0, HEADS, 4)
+    ]
+    found = []
+    for *inputs, of_output in heads:
+        inputs = [each.detach().requires_grad_() for each in inputs]
+        with sdpa_kernel(SDPBackend.MATH):
+            output = F.scaled_dot_product_attention(*inputs)
+        found.append([output.detach(), *torch.autograd.grad(output, inputs, of_output)])
+    return [torch.cat(parts).transpose(0, 1) for parts in zip(*found, strict=True)]
+
+
+@requires_world_size(1)
+def test_a_kernel_that_is_wrong_is_refused(monkeypatch):
+    """Without padding, the gradient of queries is wrong for heads of 80 on Hopper."""
+    flash.check_kernel(2, CHANNELS, torch.bfloat16)
+    monkeypatch.setattr(flash, "WIDTH", 16)
+    with pytest.raises(ValueError, match="the error of dq is"):
+        flash.check_kernel(2, CHANNELS, torch.bfloat16)
