@@ -92,7 +92,7 @@ test-gpu: $(if $(IS_GIVEN),fetch,$(VENV)/installed-gpu apply) ## Prove on one or
 	CHECKOUT=$(abspath $(CHECKOUT)) $(GPU_PYTHON) tests/gpu/run.py --json $(GPU_JSON)
 
 $(VENV)/installed-gpu: $(VENV)/installed
-	@$(VENV)/bin/python -m pip install --quiet --editable '.[gpu,test]'
+	@$(VENV)/bin/python -m pip install --quiet --editable '.[gpu,flash4,test]'
 	@touch $@
 
 test-slurm: setup ## Run a Slurm job on a Slurm of this host; as root, on Debian: installs it

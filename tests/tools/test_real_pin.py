@@ -6,7 +6,6 @@ An sdist that is not in ``build/cache`` is fetched. ``NEXT`` names a git directo
 has the next version; without it, that version is left out.
 """
 
-import os
 import shutil
 from pathlib import Path
 
@@ -14,13 +13,11 @@ import pytest
 
 from mini import NEXT, REPOSITORY, run, snapshot
 from overlay.checkout import Checkout
-from overlay.drift import version_of
 from overlay.fetch import fetch
 from overlay.patchset import OVERLAY_ROOTS, PatchSet
 from overlay.rules import MOST_PATCHES, MOST_REPLACEMENTS, declared
 
 PATCHSET = PatchSet(REPOSITORY)
-APPLY_SECONDS, DRIFT_SECONDS = 5.0, 10.0
 
 
 @pytest.fixture(params=PATCHSET.lock.files)
@@ -31,11 +28,6 @@ def checkout(tmp_path, request) -> Path:
     directory = Path(NEXT) if is_next else None
     fetch(PATCHSET.lock, REPOSITORY, tmp_path / "checkout", request.param, None, directory)
     return tmp_path / "checkout"
-
-
-def cpu_seconds() -> float:
-    """CPU time of this process and the children it waited for, because the machine may be busy."""
-    return sum(os.times()[:4])
 
 
 def test_patches_lock_and_headers_are_in_order_and_the_docs_count_them():
@@ -50,18 +42,13 @@ def test_patches_lock_and_headers_are_in_order_and_the_docs_count_them():
 
 
 def test_drift_finds_no_work_and_apply_and_revert_give_the_original_tree(checkout):
-    if Checkout(checkout).version == PATCHSET.lock.pin:
-        version_of.cache_clear()  # so that reading the pin counts in the time
-    original, start = snapshot(checkout), cpu_seconds()
+    original = snapshot(checkout)
     result = run("drift", checkout)
     left = [line for line in result.out if line.startswith(("  body ", "  perhaps "))]
     are_all = f"upstream's names that our code uses: {len(left)} changed" in result.out
     is_next = Checkout(checkout).version == PATCHSET.lock.next  # its tests met what is left
     assert result.code == 0 or (is_next and are_all), "\n".join(result.out)
-    assert cpu_seconds() - start < DRIFT_SECONDS
-    start = cpu_seconds()
     assert run("apply", checkout).code == 0
-    assert cpu_seconds() - start < APPLY_SECONDS
     done, *notices = run("apply", checkout).out
     assert done == "already applied"
     assert all(notice.startswith("left out: ") for notice in notices)  # the sdist has no scripts

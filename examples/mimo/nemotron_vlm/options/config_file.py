@@ -40,11 +40,11 @@ def nearest(name: str, known: Mapping[str, argparse.Action]) -> str:
     plain = name.lstrip("-").replace("_", "-")
     if reason := NOT_THERE.get(plain):
         return f": {reason}"
-    taken = [each[2:] for each, action in known.items() if action.help != argparse.SUPPRESS]
-    found = difflib.get_close_matches(plain, taken, n=3, cutoff=0.6)
-    if plain in ELSEWHERE or plain.startswith("lora-"):
-        found = [each for each in taken if each == ELSEWHERE.get(plain, plain)]
-    found = [f"--{each}" if name[0] == "-" else each for each in found]
+    taken = {each[2:]: each[2:] for each, a in known.items() if a.help != argparse.SUPPRESS}
+    taken |= {other: here for other, here in ELSEWHERE.items() if here in taken}
+    likely = [plain] if plain in taken else difflib.get_close_matches(plain, taken, cutoff=0.6)
+    found = [taken[each] for each in likely if not plain.startswith("lora-") or each == plain]
+    found = [f"--{each}" if name[0] == "-" else each for each in dict.fromkeys(found)]
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 

@@ -61,8 +61,10 @@ class OwnOptions:
     encoder_macro_batch: int | None = None
     """with colocated modules and no pipeline, encode the images of so many microbatches at once;
     default: 2 on GPUs if a step has that many, else 1"""
-    encoder_schedule: str = THREE_PHASES
-    """the only schedule of a colocated encoder beside a pipeline: three-phases"""
+    encoder_schedule: str = field(
+        default=THREE_PHASES, metadata={"argparse_meta": {"help": argparse.SUPPRESS}}
+    )
+    """three-phases, the only schedule of a colocated encoder beside a pipeline"""
     encoder_attention: Literal["te", "flash4"] | None = None
     """with --dynamic-resolution, compute the attention of images by Transformer Engine or by
     flash-attn-4; default: flash4 on Hopper GPUs in 16 bits where it is installed, else te"""

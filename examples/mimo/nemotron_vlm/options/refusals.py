@@ -156,7 +156,7 @@ UNREAD = r"""--(en|de)coder-num-layers|--onnx-safe|--relative-attention-.*|--ber
     --dist-ckpt-save-pre-mcore-014|--enable-msc|--exit-signal-handler-for-dataloader|--sgd-.*|
     --muon-.*|--lion-.*|--.*fsdp.*|--(outer-dp|data-parallel)-sharding-strategy|
     --no-gradient-reduce-div-fusion|--suggested-communication-unit-size|
-    --keep-fp8-transpose-cache|--enable-full-sharding-in-hsdp"""
+    --keep-fp8-transpose-cache|--enable-full-sharding-in-hsdp|--openai-gelu"""
 """Other options that do nothing here: no code reads them, or it belongs to a refused option."""
 
 

@@ -36,8 +36,6 @@ ENCODER_SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 """Shares of all ranks that are tried for non-colocated encoders."""
 SIMULATED = 40
 """Number of plans whose schedule is simulated."""
-FIXED = "parameters", "gradients", "optimizer", "reserved"
-"""Parts of the memory that do not depend on the sequence length."""
 IN_16_BITS = 2.0, 6.0
 """`StateBytes` of gradient and optimizer with `OPTIONS_16_BITS`."""
 OPTIONS_16_BITS = (
@@ -113,13 +111,8 @@ def search(task: Task, keep: int = 10) -> Found:
 
 def _cures(task: Task) -> list[str]:
     """Return what makes a plan fit the same GPUs: a sequence length, or a smaller state."""
-    cures, machine = [], task.machine
-    state_fits = any(
-        max(sum(part[name] for name in FIXED) for part in memory_of(plan, machine))
-        <= machine.memory_bytes
-        for plan in _plans(task)
-    )
-    for part in (2, 4, 8) * state_fits:
+    cures = []
+    for part in (2, 4, 8):
         inputs = tuple(replace(each, mean=each.mean / part) for each in task.inputs)
         if _fits(replace(task, seq_length=task.seq_length // part, inputs=inputs)):
             cures.append(f"--seq-length {task.seq_length // part}")

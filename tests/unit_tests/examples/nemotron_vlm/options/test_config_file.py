@@ -94,6 +94,8 @@ def test_a_file_that_cannot_work_is_refused(tmp_path, text, says):
     [
         ("--seq-lenght 64", "--seq-lenght.* did you mean --seq-length"),
         ("--learning-rate 1", "did you mean --lr.$"),
+        ("--lerning-rate 1", "did you mean --lr"),
+        ("--max-learning-rate 1", "did you mean --lr"),
         ("--lora-rank 8", "unrecognized arguments: --lora-rank 8; see --help$"),
         ("--latent-lora-rank 8", "^(?!.*-lora-rank.*-lora-rank)"),
         ("--video-pruning-rate 0.5", "--video-pruning-rate.*: training keeps all rows of a clip"),
@@ -158,7 +160,8 @@ def test_help_is_one_screen_with_each_option_of_ours(capsys):
     assert len(text.splitlines()) <= 30 and max(map(len, text.splitlines())) <= 100
     parser = argparse.ArgumentParser()
     add_own_options(parser)
-    own = [action.option_strings[-1] for action in parser._actions if action.dest != "help"]
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    own = [action.option_strings[-1] for action in shown if action.dest != "help"]
     assert not [name for name in own if not re.search(rf"{name}(?![\w-])", text)]
 
 
