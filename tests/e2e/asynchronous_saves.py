@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training program on one CPU rank, with saves written by another process.
 
-    python -m tests.e2e.asynchronous_saves HASHED [program arguments]
+    HASHED=FILE python -m tests.e2e.asynchronous_saves [program arguments]
 
 The program refuses such saves on a CPU, because training would change the tensors while they are
 written. Here nothing is trained after the last save. The file HASHED gets a line for each file that
@@ -28,7 +28,7 @@ hash_of = parallel_manifest._compute_file_hash
 
 def recorded(path: str) -> str:
     """Hash a file, and add its line to HASHED."""
-    with open(sys.argv[1], "a") as file:
+    with open(os.environ["HASHED"], "a") as file:
         file.write(f"{os.getpid()} {Path(path).name}\n")
     return hash_of(path)
 
@@ -38,4 +38,4 @@ parallel_manifest._compute_file_hash = recorded
 if __name__ == "__main__":
     (on_cpu,) = [refusal for refusal in refusals.REFUSALS if refusal.option == "--async-save"]
     refusals.REFUSALS.remove(on_cpu)
-    sys.exit(main(sys.argv[2:]))
+    sys.exit(main(sys.argv[1:]))

@@ -49,11 +49,12 @@ def training(directory: Path, *more: str) -> Iterator[subprocess.Popen]:
     """A rank that has made its first steps, in a process group with all that it started."""
     metrics = directory / "metrics.jsonl"
     outputs = ("--metrics-out", metrics, "--save", directory / "saved")
-    given = (directory / "hashed", *ARGUMENTS, *outputs, *more)
+    given = (*ARGUMENTS, *outputs, *more)
     with (directory / "said").open("w") as said:
         command = [sys.executable, "-m", "tests.e2e.asynchronous_saves", *map(str, given)]
         options = {"start_new_session": True, "stdout": said, "stderr": said}
-        rank = subprocess.Popen(command, **options)
+        hashed = {"HASHED": str(directory / "hashed")}
+        rank = subprocess.Popen(command, env=os.environ | hashed, **options)
     try:
         wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1, LIMIT_S)
         yield rank
@@ -80,7 +81,7 @@ def test_no_process_outlives_a_rank_that_is_killed(tmp_path):
         rank.kill()
         rank.wait()
         try:
-            wait_until(lambda: not any(map(lives, started)), 15)
+            wait_until(lambda: not any(map(lives, started)), LIMIT_S)  # one may still import
         finally:
             for process in filter(lives, started):
                 process.kill()
