@@ -19,7 +19,7 @@ from tests.unit_tests.examples.nemotron_vlm.runs import from_last_rank
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 SEED, _, COUNT = os.environ.get("GENERATED_ROWS", "1").partition(":")
-COUNTS = {8: int(COUNT or 6), 4: int(COUNT or 12)}
+COUNTS = {8: int(COUNT or 2), 4: int(COUNT or 4)}
 """Rows of each world."""
 
 
