@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.e2e.launch import CHECKOUT, LIMIT_S, REPOSITORY, kill, wait_until
+from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import is_of_this_process
 
 PROGRAM = "examples/mimo/pretrain_nemotron_vlm.py"
 LAUNCHER = ("-m", "examples.mimo.common.launch", "--standalone", "--nproc-per-node", "2", PROGRAM)
@@ -56,7 +57,9 @@ def test_the_last_line_says_what_is_saved_and_how_to_go_on(case, tmp_path):
     save, said, metrics = tmp_path / "saved", tmp_path / "said", tmp_path / "metrics.jsonl"
     options = [word.format(save=save) for word in case.options.split()]
     words = [*case.start, *SMALL, "--metrics-out", metrics, *options]
-    environment = os.environ | {"PYTHONPATH": f"{CHECKOUT}{os.pathsep}{REPOSITORY}"}
+    # A test before may have named this process a rank.
+    environment = {n: os.environ[n] for n in os.environ if not is_of_this_process(n)}
+    environment["PYTHONPATH"] = f"{CHECKOUT}{os.pathsep}{REPOSITORY}"
     with said.open("w") as file:
         started = subprocess.Popen(
             [sys.executable, *map(str, words)],
