@@ -164,7 +164,7 @@ ROWS = {
             refused(errno.EACCES, ALWAYS, f"{SHARD}.idx"), r"also after 0.3 s: \[Errno 13\] "
         ),
     },
-    "a shard is replaced or cut short, or all are gone": {
+    "a shard is replaced, cut short or removed": {
         "another shard": Fault(on_first_rank(another_shard), CHANGED.format("")),
         "another shard in place of an open one": Fault(
             on_first_rank(another_shard), CHANGED.format(""), later=True
