@@ -212,7 +212,8 @@ def test_a_checkpoint_is_loaded_and_its_score_said_where_nothing_is_trained(tmp_
     saved, evaluates = str(tmp_path), ("--eval-iters", "2")
     *_, last = trajectory(*ONE_MICROBATCH, *evaluates, "--save", saved, steps=1)
     capsys.readouterr()
-    assert trajectory("--load", saved, *evaluates, "--skip-train", steps=1) == []
+    again = (*ONE_MICROBATCH, *evaluates, "--load", saved, "--skip-train")
+    assert trajectory(*again, steps=1) == []
     names = "eval_loss", "eval_accuracy", "eval_exact_match"
     score = ", ".join(f"{name.replace('_', ' ')} {last[name]}" for name in names)
     assert score in capsys.readouterr().err.splitlines()
