@@ -79,7 +79,8 @@ class TestStep:
     @pytest.mark.skipif(HAVE_CUDA, reason="a fork cannot use its parent's GPU")
     def test_loading_processes_end_with_a_rank_that_is_killed(self, monkeypatch):
         """They wait for room in the pipe to it, which takes less than a microbatch here."""
-        monkeypatch.setattr(Reader, "__getitem__", lambda *_: bytes(2**17))
+        large = {"read": bytes(2**17), "step_work": (0.0, None)}
+        monkeypatch.setattr(Reader, "__getitem__", lambda *_: dict(large))
         with trainer(*ONE_MICROBATCH, "--num-workers", "2") as run:
             if (rank := os.fork()) == 0:
                 batches = run.loading.training()
