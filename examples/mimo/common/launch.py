@@ -27,7 +27,7 @@ from examples.mimo.common.errors import LAUNCHED, report
 from examples.mimo.common.standing import ENDING, NOTED, SIGNALLED, Standing
 
 PASSED_ON = signal.SIGUSR1, signal.SIGUSR2
-"""Signals for ranks, of which torchrun would die."""
+"""Signals that the launcher passes on to its ranks; they would end torchrun."""
 
 
 def launch(argv: list[str]) -> int:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a run that is asked to end says: the step that is saved, where, and how to go on."""
+"""The line of a run that is asked to end: the saved step, its place, and how to go on."""
 
 import json
 import os

@@ -28,7 +28,7 @@ NOT_THERE = {
 ELSEWHERE = {"learning-rate": "lr", "max-lr": "lr", "batch-size": "global-batch-size"}
 ELSEWHERE |= {"max-steps": "train-iters", "warmup-steps": "lr-warmup-iters", "output-dir": "save"}
 ELSEWHERE |= {"max-grad-norm": "clip-grad", "lora-rank": "lora-dim", "lora-r": "lora-dim"}
-"""What options of other programs are called here."""
+"""Names here of options of other programs."""
 
 
 def nearest(name: str, known: Mapping[str, argparse.Action]) -> str:

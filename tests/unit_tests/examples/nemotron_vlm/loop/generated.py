@@ -60,7 +60,7 @@ FACTORS = {
     "frozen": ((), ("--freeze", "encoder"), ("--freeze", "language")),
     "model's options": ((), TIED, LEARNED, GATED),
 }
-"""What a row is drawn from, by factor."""
+"""Values of each factor, from which rows are drawn."""
 
 DRAWS = 20
 """Rows that are drawn for each that is kept."""
