@@ -11,7 +11,6 @@ from megatron.core.token_layout import PaddedLengths, pad_lengths
 from tests.unit_tests.ssm.recurrent_layers import (
     DELTA_NET,
     MAMBA,
-    PASSED,
     Pair,
     Row,
     call,
@@ -39,7 +38,7 @@ MODULES = {MAMBA: mamba, DELTA_NET: gated_delta_net}
 def test_kernels_equal_the_reference_ops(name, tokens, lengths, monkeypatch, record_property):
     module, chosen = MODULES[name], LENGTHS[lengths]
     packed = chosen.packed_seq_params(Utils.device) if len(chosen.real) > 1 else None
-    pair = Pair(Row(2, name, PASSED, cp=2, layout=tokens))
+    pair = Pair(Row(2, name, cp=2, layout=tokens))
     hidden = pair.layout(chosen).shard(random_rows(chosen.total, 1, 32, seed=1), pair.rank)
 
     def outcome() -> dict[str, torch.Tensor]:

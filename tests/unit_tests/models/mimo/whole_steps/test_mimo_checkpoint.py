@@ -8,7 +8,6 @@ import pickle
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -86,9 +85,13 @@ class TestLayouts:
         """The run has skipped all its steps."""
         with run_of(ON_PP) as run:
             weights = gather_weights(run.stages)
-            found_inf = torch.ones(1 + len(run.optimizer.module_infos))
-            launch = partial(setattr, run.optimizer, "_launched", found_inf)
-            monkeypatch.setattr(run.optimizer, "launch", launch)
+            launch = run.optimizer.launch
+
+            def launch_with_inf() -> None:
+                launch()
+                run.optimizer._launched = torch.ones(1 + len(run.optimizer.module_infos))
+
+            monkeypatch.setattr(run.optimizer, "launch", launch_with_inf)
             assert run.train_step()["skipped"]
             run.save(shared_path)
             assert_shards_equal(run.stages, weights)
