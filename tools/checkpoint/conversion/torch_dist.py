@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load
+from torch.distributed.checkpoint import FileSystemWriter, load
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_global_save_plan,
@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.core import (
     save_config,
 )
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoints
+from megatron.core.dist_checkpointing.safe_loading import SafeReader, no_code_from_checkpoints
 from megatron.core.dist_checkpointing.validation import save_integrity_manifest
 
 FILE_BYTES = 2 * 1024**3
@@ -130,7 +130,7 @@ class Checkpoint:
         self.directory = directory
         try:
             with no_code_from_checkpoints():
-                metadata = FileSystemReader(directory).read_metadata()
+                metadata = SafeReader(directory).read_metadata()
         except (OSError, CheckpointingException) as error:
             raise UserError(f"{directory}: no checkpoint of the program: {error}") from error
         self.tensors = {
@@ -160,7 +160,7 @@ class Checkpoint:
         stored = {key: self.tensors[key] for key in {saved_key(p.key) for p in parts.values()}}
         whole = {key: torch.empty(s.size, dtype=s.properties.dtype) for key, s in stored.items()}
         with no_code_from_checkpoints():
-            load(whole, checkpoint_id=self.directory, no_dist=True)
+            load(whole, storage_reader=SafeReader(self.directory), no_dist=True)
         tensors = {}
         for name, part in parts.items():
             box = box_of(part)

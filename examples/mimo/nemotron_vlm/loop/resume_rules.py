@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import option_of
 from examples.mimo.nemotron_vlm.data import PREPARATION
 from examples.mimo.nemotron_vlm.loop.terminal import changes
 from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
+from megatron.core.dist_checkpointing.safe_loading import SafeReader
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 STREAM = ("data", "seed", "seq_length", "pack", "pack_window", "sample_multiple", *PREPARATION)
@@ -120,7 +120,7 @@ def check_vocabulary(args: Namespace, saved: Namespace | None, directory: str) -
     """
     words = getattr(saved, "vocab_size", None)
     if words is None:
-        stored = FileSystemReader(directory).read_metadata().state_dict_metadata
+        stored = SafeReader(directory).read_metadata().state_dict_metadata
         words = stored["language_model.module.embedding.word_embeddings.weight"].size[0]
     if words != args.vocab_size:
         raise UserError(

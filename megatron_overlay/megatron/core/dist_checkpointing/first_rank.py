@@ -13,16 +13,14 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
-RAISED = Exception, CheckpointException, SystemExit
-"""What a function may raise: PyTorch's exception is no `Exception`, and Megatron exits in places.
-An interrupt is not caught, because it reaches all ranks."""
+RAISED = Exception, CheckpointException, SystemExit  # PyTorch's is no `Exception`
+"""What a function may raise. An interrupt is not caught, because it reaches all ranks."""
 
 
 def on_first_rank(function: Callable) -> Callable:
     """Make a function run on rank 0 of the world, and return its result on all; collective.
 
-    Raises:
-        CheckpointingException: on all ranks, if the function raises anything.
+    Whatever the function raises is a CheckpointingException on all ranks.
     """
 
     @functools.wraps(function)
@@ -61,13 +59,8 @@ def failures(function: Callable, *arguments) -> dict[int, tuple]:
 
 @contextmanager
 def whole_file(path: str, open_file: Callable) -> Iterator[TextIO]:
-    """Open a file to write its new content, which takes the place of the old one as a whole.
-
-    Args:
-        path: of the file. An object store (``msc://``) shows no half-written objects anyway.
-        open_file: opens a path.
-    """
-    written = path if "://" in path else f"{path}.partial"
+    """Open a file to write its new content, which takes the place of the old one as a whole."""
+    written = path if "://" in path else f"{path}.partial"  # object stores show whole files only
     with open_file(written, "w") as file:
         yield file
     if written != path:

@@ -3,8 +3,7 @@
 """Read a distributed checkpoint without running code from it.
 
 PyTorch's reader unpickles the metadata, and its planner the objects, without restriction; a pickle
-can name any function to call. Here the metadata may only name its own classes, and objects only
-what ``torch.load`` accepts with ``weights_only``.
+can name any function to call.
 """
 
 import contextlib
@@ -47,41 +46,47 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
+class SafeReader(FileSystemReader):
+    """PyTorch's reader of a checkpoint, whose metadata may only name its own classes."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Return the metadata.
+
+        Raises:
+            CheckpointingException: it is damaged, or names anything else.
+        """
+        with self.fs.create_stream(self._get_metadata_path(), "rb") as stream:
+            try:
+                metadata = _Unpickler(stream).load()
+            except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as e:
+                raise CheckpointingException(f"the metadata is damaged: {e}") from e
+        if not isinstance(metadata, Metadata):
+            raise CheckpointingException(
+                f"the checkpoint's metadata is a {type(metadata).__name__}"
+            )
+        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
 @contextlib.contextmanager
 def no_code_from_checkpoints() -> Iterator[None]:
-    """Inside, reading a distributed checkpoint runs no code from it, however it is read.
+    """Inside, `SafeReader` and Megatron's loading, which uses it, run no code from a checkpoint.
 
     PyTorch's own switch makes ``torch.load`` read objects and the common state with
     ``weights_only``; ``torch.serialization.add_safe_globals`` allows further classes.
 
     Raises:
-        CheckpointingException: a checkpoint read inside names anything else.
+        CheckpointingException: an object of a checkpoint names anything else.
     """
     switch = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    before, read_metadata = os.environ.get(switch), FileSystemReader.read_metadata
+    before = os.environ.get(switch)
     os.environ[switch] = "1"
-    FileSystemReader.read_metadata = _read_metadata
     try:
         yield
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]
         raise CheckpointingException(f"an object is refused: {reason}") from error
     finally:
-        FileSystemReader.read_metadata = read_metadata
         del os.environ[switch]
-        if before is not None:
-            os.environ[switch] = before
-
-
-def _read_metadata(reader: FileSystemReader, *_: Any, **__: Any) -> Metadata:
-    with reader.fs.create_stream(reader._get_metadata_path(), "rb") as stream:
-        try:
-            metadata = _Unpickler(stream).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as error:
-            raise CheckpointingException(f"the metadata is damaged: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise CheckpointingException(f"the checkpoint's metadata is a {type(metadata).__name__}")
-    if getattr(metadata, "storage_meta", None) is None:
-        metadata.storage_meta = StorageMeta()
-    metadata.storage_meta.load_id = reader.load_id
-    return metadata
+        os.environ |= {} if before is None else {switch: before}
