@@ -8,15 +8,13 @@ Adam resumes bit for bit, and runs go on in another precision.
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from examples.mimo.nemotron_vlm.loop.metrics import read_metrics
-from megatron.core.models.mimo.joint_optimizer import optimizer
-from megatron.core.models.mimo.joint_optimizer.parts import step_in_parts
+from megatron.core.models.mimo.joint_optimizer import leaf as leaf_optimizer
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import shared_digits
 from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE, MODELS, ON_GPUS
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import Row
@@ -197,10 +195,10 @@ def test_kept_slices_and_steps_in_parts_change_no_bit(types, monkeypatch):
             weights = [p.detach().cpu() for stage in run.stages for p in stage.parameters()]
             return weights + optimizer_state(run)
 
-    monkeypatch.setattr(optimizer, "step_in_parts", partial(step_in_parts, most=10_000))
+    monkeypatch.setattr(leaf_optimizer, "MOST", 10_000)
     found = state_after_steps()
-    for name in ("step_in_parts", "keep_slices"):
-        monkeypatch.setattr(optimizer, name, lambda _: None)
+    monkeypatch.setattr(leaf_optimizer, "MOST", 1 << 60)
+    monkeypatch.setattr(leaf_optimizer.LeafOptimizer, "keeps_slices", False)
     expected = state_after_steps()
     assert len(found) == len(expected) > 10
     assert all(torch.equal(own, other) for own, other in zip(found, expected, strict=True))

@@ -29,7 +29,6 @@ FACTORIES = {
             "megatron.core.pipeline_parallel.schedules",
             "megatron.core.transformer.cuda_graphs",
             f"{MIMO}.colocated_schedule",
-            f"{MIMO}.schedule.graph_capture",
         }
     ),
 }

@@ -20,10 +20,10 @@ from megatron.core.dist_checkpointing.validation import verify_integrity_manifes
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     save({"weight": torch.ones(3)}, checkpoint_id=str(tmp_path))
-    yield tmp_path
-    dist.destroy_process_group()
+    return tmp_path
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])  # the writer hashes only the first

@@ -28,7 +28,7 @@ time.sleep(60)
 """A rank that starts a process, and says whether this lives on after a signal."""
 
 STARTS = [
-    'sent = pickle.loads(pickle.dumps(queue)); sent.put("it"); assert queue.get_nowait() == "it"',
+    "queue.share(); pickle.loads(pickle.dumps(queue)).put(1); assert queue.get_nowait() == 1",
     'async_utils.PersistentAsyncCaller._get_process(0, "fork")',
 ]
 

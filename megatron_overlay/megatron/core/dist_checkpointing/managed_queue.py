@@ -41,10 +41,7 @@ def join(queue: JoinableQueue, process: Process) -> None:
 
 
 class ResultsQueue:
-    """Queue of a save's results: in this process, until it is sent to the process that writes.
-
-    Then it moves to a manager process, which all saves share.
-    """
+    """Queue of a save's results, in this process or, once shared, in a manager process."""
 
     _manager: SyncManager | None = None
 
@@ -55,9 +52,11 @@ class ResultsQueue:
         return getattr(self._queue, name)
 
     def __reduce__(self) -> tuple:
-        if isinstance(self._queue, Queue):
-            if ResultsQueue._manager is None:
-                ResultsQueue._manager = SyncManager(ctx=self._context)
-                ResultsQueue._manager.start(exec, (END_WITH_RANK, {}))
-            self._queue = ResultsQueue._manager.Queue()
         return self._queue.__reduce__()
+
+    def share(self) -> None:
+        """Move to the manager, so that another process can be sent the queue; it is empty."""
+        if ResultsQueue._manager is None:
+            ResultsQueue._manager = SyncManager(ctx=self._context)
+            ResultsQueue._manager.start(exec, (END_WITH_RANK, {}))
+        self._queue = ResultsQueue._manager.Queue()

@@ -28,11 +28,6 @@ from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.forward.macro_batches import Microbatch
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.schedule.encoder_work import EncoderWork
-from megatron.core.models.mimo.schedule.graph_capture import (
-    capture,
-    capture_deferred,
-    nothing_recorded,
-)
 from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -40,6 +35,7 @@ from megatron.core.process_groups_config import (
     MultiModuleProcessGroupCollection,
     ProcessGroupCollection,
 )
+from megatron.core.transformer.colocated_graphs import captures_wait, modules_alone
 from megatron.core.utils import get_model_config
 
 
@@ -103,12 +99,12 @@ def colocated_forward_backward(
         size = settings.at_once(pg_collection.pp.size(), num_microbatches)
     # Graphs of a training step would drop out in an evaluation, and count its tokens for the
     # experts' biases.
-    held_back = nothing_recorded() if forward_only else contextlib.nullcontext()
-    with torch.set_grad_enabled(not forward_only), held_back:
+    graphs = modules_alone.on() if forward_only else contextlib.nullcontext()
+    with torch.set_grad_enabled(not forward_only), graphs:
         encoders = EncoderWork(stages, data_iterator, num_microbatches, size)
         iterators = [encoders.microbatches(chunk) for chunk in range(len(stages))]
         counted: list[torch.Tensor | None] = []
-        with _grad_finalization_deferred(config, counted), capture_deferred():
+        with _grad_finalization_deferred(config, counted), captures_wait.on():
             reports = schedule(
                 forward_step_func=forward_step_func,
                 data_iterator=iterators,
@@ -132,7 +128,7 @@ def colocated_forward_backward(
             force_all_reduce=force_all_reduce,
         )
     if config.cuda_graph_impl == "local" and not forward_only:
-        capture()
+        schedules.create_cudagraphs()
     return reports
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.models.mimo.joint_optimizer.shards import _param_state, _placed, boxes
+from megatron.core.models.mimo.joint_optimizer.shards import _placed, boxes, param_state
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -55,5 +55,5 @@ def test_parameters_in_fp32_are_saved_as_they_are_stepped(dtype, saved):
         _get_main_param_and_optimizer_states=lambda _: {"param": torch.zeros(4)},
     )
     view = ShardedTensor.from_rank_offsets("weight", parameter, replica_id=(0, 0, 0))
-    (state,) = _param_state(optimizer, {"weight": view}).values()
+    (state,) = param_state(optimizer, {"weight": view}, False).values()
     assert torch.equal(state["param"].data, torch.full((4,), saved))

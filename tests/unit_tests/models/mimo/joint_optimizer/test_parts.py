@@ -2,13 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An optimizer that steps parts of its groups takes the same steps."""
 
-from types import SimpleNamespace
-
 import torch
 
-from megatron.core.models.mimo.joint_optimizer.parts import step_in_parts
-
-TYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+from megatron.core.models.mimo.joint_optimizer.leaf import StepsInParts
 
 
 class CountingAdam(torch.optim.AdamW):
@@ -24,21 +20,18 @@ class CountingAdam(torch.optim.AdamW):
         super().step()
 
 
-def weights_after_steps(most: int | None, dtype=torch.bfloat16) -> tuple[list[torch.Tensor], ...]:
+def weights_after_steps(most: int | None) -> tuple[list[torch.Tensor], ...]:
     """Return weights after three steps, the groups' counts, and the elements stepped at once."""
     random = torch.Generator().manual_seed(1)
     weights = [torch.randn(size, generator=random).requires_grad_() for size in (3, 5, 9, 1, 2)]
     groups = [{"params": weights[:4], "weight_decay": 0.5}, {"params": weights[4:]}]
     adam = CountingAdam(groups)
     adam.at_once = []
-    types = dict.fromkeys(TYPES, torch.float32) | {"exp_avg_dtype": dtype}
-    config = SimpleNamespace(optimizer_cpu_offload=False, **types)
-    if most:
-        step_in_parts(SimpleNamespace(config=config, optimizer=adam), most)
+    stepping = StepsInParts(adam, most) if most else adam
     for _ in range(3):
         for weight in weights:
             weight.grad = torch.randn(weight.shape, generator=random)
-        adam.step()
+        stepping.step()
     return weights, [group["step"] for group in adam.param_groups], adam.at_once
 
 
@@ -48,7 +41,3 @@ def test_steps_are_those_of_whole_groups():
     weights, own_counts, at_once = weights_after_steps(8)
     assert at_once == [8, 9, 1, 2] * 3 and own_counts == counts == [3, 3]
     assert all(torch.equal(own, other) for own, other in zip(weights, expected, strict=True))
-
-
-def test_fp32_state_is_stepped_at_once():
-    assert weights_after_steps(8, torch.float32)[2] == [20] * 3

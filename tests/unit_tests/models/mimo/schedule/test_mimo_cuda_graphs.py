@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron.core.models.mimo.schedule.graph_capture import capture, nothing_recorded
 from megatron.core.models.mimo.setup.teardown import destroy
-from megatron.core.pipeline_parallel import schedules
-from megatron.core.transformer.cuda_graphs import CudaGraphManager
+from megatron.core.transformer.colocated_graphs import BackwardGraph, modules_alone
+from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
@@ -33,10 +32,10 @@ class TestRecording:
     def test_is_of_training_steps_alone(self, monkeypatch):
         """Graphs are captured once in a step, when all gradients are final. Evaluations record and
         capture nothing."""
-        record, found = CudaGraphManager.__call__, []
+        found = []
 
         def note(*_):
-            found.append(CudaGraphManager.__call__ is record)
+            found.append(modules_alone.is_on)
 
         with trainer(*arguments("dp=2", "pp=2,dp=1"), "--train-iters", "2", "--lr", "1e-3") as run:
             stage = run.stages[0]
@@ -48,7 +47,8 @@ class TestRecording:
                 finalize(*args, **kwargs)
 
             monkeypatch.setattr(stage.config, "finalize_model_grads_func", finalized)
-            monkeypatch.setattr(schedules, "create_cudagraphs", lambda: found.append("captured"))
+            captured = lambda: found.append("captured")  # noqa: E731
+            monkeypatch.setattr(_CudagraphGlobalRecord, "create_cudagraphs", captured)
             stage.language_model.register_forward_pre_hook(note)
             for encoders in stage.modality_submodules.values():
                 encoders.register_forward_pre_hook(note)
@@ -59,20 +59,17 @@ class TestRecording:
                 run.evaluate(1)
             evaluated, found[:] = found[:], []
             run.train_step()
-        assert set(evaluated) == {False}
+        assert set(evaluated) == {True}
         for step in first, found:
-            assert step[-2:] == ["final", "captured"] and set(step[:-2]) == {True}
+            assert step[-2:] == ["final", "captured"] and set(step[:-2]) == {False}
 
     def test_ends_in_captures_beside_which_other_threads_may_allocate(self, monkeypatch):
-        made, modes = torch.cuda.graph, []
-        monkeypatch.setattr(torch.cuda, "graph", lambda capture_error_mode: capture_error_mode)
-        monkeypatch.setattr(
-            schedules, "create_cudagraphs", lambda: modes.append(torch.cuda.graph())
-        )
-        capture()
-        assert modes == ["thread_local"]
-        monkeypatch.undo()
-        assert torch.cuda.graph is made
+        begun, (kind,) = [], BackwardGraph.__bases__
+        note = lambda _, *pool, **settings: begun.append((pool, settings))  # noqa: E731
+        monkeypatch.setattr(kind, "capture_begin", note, raising=False)
+        graph = object.__new__(BackwardGraph)  # PyTorch makes none without a GPU
+        graph.capture_begin(1, capture_error_mode="global")
+        assert begun == [((1,), {"capture_error_mode": "thread_local"})]
 
     def test_is_not_done_in_an_evaluation(self):
         class Doubling(MegatronModule):
@@ -80,7 +77,7 @@ class TestRecording:
                 return 2 * value + add
 
         module = Doubling(TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1))
-        with nothing_recorded():
+        with modules_alone.on():
             assert make_manager()(module, (3,), {"add": 1}) == 7
             assert make_manager(lambda value: value + 5)(module, (3,), {}) == 8
 

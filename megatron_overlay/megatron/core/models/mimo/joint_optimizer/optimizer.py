@@ -28,13 +28,12 @@ from megatron.core.models.mimo.joint_optimizer.gradients import (
     total_norm,
     unscale,
 )
-from megatron.core.models.mimo.joint_optimizer.parts import step_in_parts
+from megatron.core.models.mimo.joint_optimizer.leaf import LeafOptimizer
 from megatron.core.models.mimo.joint_optimizer.state import (
     leaves,
     restore_common_state,
     sharded_optimizer_state,
 )
-from megatron.core.models.mimo.joint_optimizer.transfers import keep_slices
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
@@ -304,10 +303,12 @@ def _module_optimizer(
     if not isinstance(stages[0], DistributedDataParallel):
         return None
     optimizer = get_megatron_optimizer(
-        config, stages, config_overrides, use_gloo_process_groups=False, pg_collection=groups
+        config,
+        stages,
+        config_overrides,
+        use_gloo_process_groups=False,
+        pg_collection=groups,
+        distributed_optimizer=LeafOptimizer,
     )
     trained = [leaf for leaf in leaves(optimizer) if not leaf.is_stub_optimizer]
-    for leaf in trained:
-        keep_slices(leaf)
-        step_in_parts(leaf)
     return ChainedOptimizer(trained) if trained else None

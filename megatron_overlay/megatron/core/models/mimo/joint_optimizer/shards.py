@@ -12,7 +12,6 @@ it holds, for any layout, and the files have the same format.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -71,16 +70,7 @@ def _of_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
         yield Box((row, *offset), (1, *sizes))
 
 
-def use_own_shards(optimizer: DistributedOptimizer) -> None:
-    """Make the optimizer save its state as boxes under the format name `MODEL_SPACE`.
-
-    They replace the states that Megatron makes under that name, in a format that it has dropped.
-    """
-    _number_parameters(optimizer)
-    optimizer.sharded_param_state_fs_model_space = partial(_param_state, optimizer)
-
-
-def _number_parameters(optimizer: DistributedOptimizer) -> None:
+def number_parameters(optimizer: DistributedOptimizer) -> None:
     """Set each parameter's index in its group: fp32 parameters come first, then 16-bit ones.
 
     Megatron numbers them in the order of its buffers, which differs in a group that has both, as
@@ -92,11 +82,10 @@ def _number_parameters(optimizer: DistributedOptimizer) -> None:
             optimizer.model_param_group_index_map[param] = (group, place)
 
 
-def _param_state(
+def param_state(
     optimizer: DistributedOptimizer,
     model_sharded_state_dict: ShardedStateDict,
-    is_loading: bool = False,
-    _metadata: dict | None = None,
+    is_loading: bool,
 ) -> dict[int, dict[str, ShardedTensorFactory]]:
     """Return the sharded state of each parameter that this rank has a part of, in buffer order.
 

@@ -113,14 +113,9 @@ def encoder_part(modules: Modules, name: str) -> int | None:
 
 
 def limit_waiting(timeout: timedelta) -> None:
-    """Set the timeout of all of this rank's groups, and let Megatron change it later.
-
-    Groups made from a grid have PyTorch's default, and Megatron only knows the groups it made.
-    """
-    groups = list(dist.distributed_c10d._world.pg_map)
-    for group in groups:
+    """Set the timeout of all of this rank's groups: those of a grid have PyTorch's default."""
+    for group in dist.distributed_c10d._world.pg_map:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
-    parallel_state._global_process_group_list = groups
 
 
 def stages_of(hooks: list[Callable], limit: timedelta) -> list[MegatronModule]:

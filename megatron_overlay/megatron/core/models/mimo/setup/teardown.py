@@ -43,7 +43,6 @@ def destroy(stages: list[MimoModel], modules: Modules) -> None:
     for module in modules.values():
         module.grid.destroy()
     destroy_bridges()
-    parallel_state._global_process_group_list = None
     parallel_state.destroy_global_memory_buffer()
     destroy_moe_metrics_tracker()
     gc.collect()
