@@ -62,9 +62,22 @@ ENTRY = f'["{NAME}"]\nby = ["{FILE}"]\nWhy-Not-A-Hook = "none fits"\nDrop-When =
         (IMPORT + "with replaced(a, **them): ...", {"megatron.core.a.*"}),
         (IMPORT + "mock.patch.object(a, 'f')", {NAME}),
         ("mock.patch('megatron.core.a.f')", {NAME}),
-        # objects, PyTorch, reading
-        (IMPORT + "def g(x):\n  x.f = a.f\n  a.f(1)", set()),
-        ("import torch\ntorch.compile = None", set()),
+        ("import torch\ntorch.compile = None", {"torch.compile"}),
+        (
+            "from triton import runtime\nruntime.f = None",
+            {"triton.runtime.f"},
+        ),
+        # functions and classes of objects
+        ("class C: ...\ndef g(x):\n  x.__class__ = C", {"*.__class__"}),
+        ("def g(x):\n  x.y.__class__ = type(x)", {"*.__class__"}),
+        ("def g(x):\n  def f(): ...\n  x.step = f", {"*.step"}),
+        ("def g(x):\n  x.y().f = partial(g, x)", {"*.f"}),
+        ("def g(x):\n  x[0].f = lambda: None", {"*.f"}),
+        ("def g(x):\n  x.fns[:] = [lambda: None]", {"*.fns"}),
+        # data of objects, a configuration's functions, reading
+        (IMPORT + "def g(x):\n  x.f = a.f\n  a.f(1)\n  x.sizes[0] = 1", set()),
+        ("def g(x):\n  x.config.no_sync_func = partial(g, x)", set()),
+        ("class C:\n  def g(self):\n    self.f = lambda: None", set()),
     ],
 )
 def test_what_a_file_replaces(source, expected):

@@ -107,9 +107,9 @@ class Saves:
         self._all_made.add(directory)
         queue = async_utils._async_calls_queue
         if args.async_save and queue.async_calls:
-            steps = queue.async_calls[-1].async_request.finalize_fns
-            finish, again = list(steps), partial(self.save, iteration, *rest, **named)
-            steps[:] = [lambda: self._finish(directory, finish, again)]
+            request, again = queue.async_calls[-1].async_request, partial(self.save, iteration)
+            finish, again = [*request.finalize_fns], partial(again, *rest, **named)
+            request.finalize_fns[:] = [partial(self._finish, directory, finish, again)]
         else:
             self._failed = None
 

@@ -192,8 +192,7 @@ def stages_on_meta(options: Options, rank: int) -> Iterator[list[MimoModel]]:
         undone.callback(dist.destroy_process_group)
         modules = make_modules(placed(options.preset, options.layouts), "fake")
         prepare_process(modules, args)
-        # Some of Megatron's layers ask for the current CUDA device instead of the default one.
-        with torch.device("meta"), replaced(torch.cuda, current_device=lambda: "meta"):
+        with torch.device("meta"):  # under the CPU runtime the current CUDA device, too
             stages = build_vlm(args, options.preset, configs, modules)
         undone.callback(destroy, stages, modules)
         yield stages

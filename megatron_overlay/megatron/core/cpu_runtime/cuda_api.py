@@ -36,9 +36,10 @@ def _index(device: Any) -> int:
     return _device_index if index is None else index
 
 
-def current_device() -> int:
-    """Return the index last passed to `set_device`; initially 0."""
-    return _device_index
+def current_device() -> int | torch.device:
+    """Return the index last passed to `set_device`, initially 0; or the default, if it is meta."""
+    default = torch.get_default_device()
+    return default if default.type == "meta" else _device_index
 
 
 def set_device(device) -> None:

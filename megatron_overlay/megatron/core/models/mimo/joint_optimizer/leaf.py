@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensorFactory
 from megatron.core.models.mimo.joint_optimizer.gradients import gradient_name, gradients_of
-from megatron.core.models.mimo.joint_optimizer.shards import number_parameters, param_state
+from megatron.core.models.mimo.joint_optimizer.shards import param_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 MOST = 2**27
@@ -82,7 +82,6 @@ class LeafOptimizer(DistributedOptimizer):
 
         Files are those of Megatron's fully reshardable format.
         """
-        number_parameters(self)
         return param_state(self, model_sharded_state_dict, is_loading)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.models.mimo.joint_optimizer.shards import MODEL_SPACE
+from megatron.core.models.mimo.joint_optimizer.shards import MODEL_SPACE, number_parameters
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -52,6 +52,9 @@ def sharded_optimizer_state(
     metadata = kwargs.get("metadata") or {}
     if metadata.get(SHARDING) == GATHERED:
         kwargs["metadata"] = metadata | {SHARDING: MODEL_SPACE}
+        for leaf in leaves(optimizer):
+            if isinstance(leaf, DistributedOptimizer):
+                number_parameters(leaf)
     state = optimizer.sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
     replica = _replica_id(groups)
     parts = _parts(state, optimizer)
