@@ -65,8 +65,8 @@ fetch: ## Fetch the pinned upstream into build/
 apply: $(VENV)/installed fetch ## Put the overlay onto the checkout
 	@tools/apply_overlay.sh $(CHECKOUT)
 
-lock: ## After a change to patches or overlay: canonical patches and the lock
-	@tools/python.sh tools/overlay refresh $(if $(NEXT),--next $(NEXT))
+lock: $(if $(NEXT),fetch) ## After a change to patches or overlay: canonical patches and the lock
+	@tools/python.sh tools/overlay refresh
 
 $(SHARDS)/tokenizer: | setup
 	$(VENV)/bin/python tools/data/make_webdataset.py $(SHARDS) --samples 8000 --seed 1 --tasks $(TASKS)

@@ -36,5 +36,5 @@ def upstreams(tmp_path_factory) -> Path:
     """A pristine tree of the real pin, or with NEXT of the next version; no test changes it."""
     path = tmp_path_factory.mktemp("upstreams") / "checkout"
     lock = Lock.read(REPOSITORY / "patches/upstream.toml")
-    fetch(lock, REPOSITORY, path, None, None, NEXT and Path(NEXT))
+    fetch(lock, REPOSITORY, path, directory=NEXT and Path(NEXT))
     return path

@@ -1,11 +1,10 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A miniature upstream in two versions, and a patch set: few files to test the tools on."""
+"""A miniature upstream in three versions, and a patch set: few files to test the tools on."""
 
 import contextlib
 import io
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +23,10 @@ from overlay.cli import main  # noqa: E402
 
 PIN, SECOND, LATER = "1.2.3", "1.2.4", "1.3.0"
 HEADER = "Description: a test\nFeature: testing\nUpstream-Status: pending\nDrop-When: never\n\n"
-STATE = ".mimo-overlay"
+STATE, SCRIPT = ".mimo-overlay", "examples/run_it.py"
+A, B, INFO = "megatron/core/a.py", "megatron/core/sub/b.py", "megatron/core/package_info.py"
+REPLACED, MODULE = "megatron/core/replaced.py", "megatron/core/new/deep/module.py"
+RUN = "examples/mimo/run.py"
 
 
 def numbered(stem: str, changes: dict[int, str] | None = None) -> str:
@@ -38,26 +40,24 @@ def package_info(version: str) -> str:
 
 
 UPSTREAM = {
-    "megatron/core/package_info.py": package_info(PIN),
-    "megatron/core/a.py": numbered("a"),
-    "megatron/core/sub/b.py": numbered("b"),
-    "megatron/core/replaced.py": numbered("old"),
+    INFO: package_info(PIN),
+    A: numbered("a"),
+    B: numbered("b"),
+    REPLACED: numbered("old"),
     "README.md": "upstream\n",
 }
-# The second version moves the lines of a.py; a later one, not in the lock, has changed more.
-SECOND_UPSTREAM = UPSTREAM | {
-    "megatron/core/package_info.py": package_info(SECOND),
-    "megatron/core/a.py": "a_0\n" + numbered("a"),
-}
-LATER_UPSTREAM = UPSTREAM | {
-    "megatron/core/package_info.py": package_info(LATER),
-    "megatron/core/a.py": "a_0\n" + numbered("a", {10: "a_ten"}),
-    "megatron/core/sub/b.py": numbered("b", {3: "B_three", 12: "b_twelve"}),
+CLONE = UPSTREAM | {SCRIPT: numbered("s")}
+# The second version moves the lines of a.py; the later one, a commit of main, has changed more.
+SECOND_UPSTREAM = UPSTREAM | {INFO: package_info(SECOND), A: "a_0\n" + numbered("a")}
+LATER_UPSTREAM = CLONE | {
+    INFO: package_info(LATER),
+    A: "a_0\n" + numbered("a", {10: "a_ten"}),
+    B: numbered("b", {3: "B_three", 12: "b_twelve"}),
 }
 OVERLAY = {
-    "megatron_overlay/megatron/core/replaced.py": "ours_instead\n",
-    "megatron_overlay/megatron/core/new/deep/module.py": "new_module\n",
-    "examples/mimo/run.py": "run\n",
+    f"megatron_overlay/{REPLACED}": "ours_instead\n",
+    f"megatron_overlay/{MODULE}": "new_module\n",
+    RUN: "run\n",
 }
 
 
@@ -69,10 +69,12 @@ def write_tree(root: Path, files: dict[str, str]) -> Path:
 
 
 def edit(path: str, old: str, new: str) -> str:
-    """A patch of one hunk that changes line 3 of a numbered file."""
-    stem = old.partition("_")[0]
-    body = f" {stem}_2\n-{old}\n+{new}\n {stem}_4\n"
-    return f"diff --git a/{path} b/{path}\n--- a/{path}\n+++ b/{path}\n@@ -2,3 +2,3 @@\n{body}"
+    """A patch of one hunk that changes a line of a numbered file, such as ``a_3``."""
+    stem, line = old.split("_")
+    before, after = int(line) - 1, int(line) + 1
+    body = f" {stem}_{before}\n-{old}\n+{new}\n {stem}_{after}\n"
+    names = f"diff --git a/{path} b/{path}\n--- a/{path}\n+++ b/{path}\n"
+    return f"{names}@@ -{before},3 +{before},3 @@\n{body}"
 
 
 @dataclass
@@ -105,8 +107,8 @@ def snapshot(root: Path, private: bool = True) -> dict[str, tuple]:
 
 
 class World:
-    """A patch set (``root``) with both sdists in its cache, and a checkout of the pin; made below
-    ``base`` unless they are there."""
+    """A patch set (``root``) with upstream's versions in its cache, and a checkout of the pin as
+    git has it; made below ``base`` unless they are there."""
 
     def __init__(self, base: Path):
         self.base, self.root, self.checkout = base, base / "ours", base / "checkout"
@@ -115,42 +117,42 @@ class World:
 
     def _make(self) -> None:
         write_tree(self.root, OVERLAY | {"patches/upstream.toml": f'pin = "{PIN}"\n'})
-        (self.root / "examples/mimo/run.py").chmod(0o755)
-        write_tree(self.checkout, UPSTREAM)
+        (self.root / RUN).chmod(0o755)
+        write_tree(self.checkout, CLONE)
         self.add_version(PIN, UPSTREAM)
         self.add_version(SECOND, SECOND_UPSTREAM)
-        first = edit("megatron/core/a.py", "a_3", "A_three")
-        self.patch("0001-first", first + edit("megatron/core/sub/b.py", "b_3", "B_three"))
-        header = first.partition("@@")[0]
-        hunk = "@@ -9,3 +9,4 @@\n a_9\n a_10\n+A_ten_and_a_half\n a_11\n"
-        self.patch("0002-second", header + hunk)
-        self.lock()
+        self.add_version(LATER, LATER_UPSTREAM, commit="1" * 40)
+        first = edit(A, "a_3", "A_three")
+        hunk = first.partition("@@")[0] + "@@ -9,3 +9,4 @@\n a_9\n a_10\n+A_ten_and_a_half\n a_11\n"
+        self.patch("0001-first", first + edit(B, "b_3", "B_three"))
+        self.patch("0002-second", hunk)
+        self.patch("0009-script", edit(SCRIPT, "s_3", "S_three"))
+        self.patch("next/0001-first", first)  # the rest is there
+        self.patch("next/0002-second", hunk.replace("a_10\n", "a_ten\n"))
+        result = self.run("refresh", self.checkout)
+        assert result.code == 0, result.errors
 
     def edit_lock(self, change: Callable[[str], str]) -> None:
         path = self.root / "patches/upstream.toml"
         path.write_text(change(path.read_text()))
 
-    def add_version(self, version: str, files: dict[str, str], prefix: str = "mini/") -> None:
-        """Put an sdist into the cache, as if downloaded before, and its version into the lock."""
-        sdist = self.root / f"build/cache/mini-{version}.tar.gz"
-        sdist.parent.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(sdist, "w:gz", compresslevel=1) as archive:
-            for path, text in files.items():
-                member = tarfile.TarInfo(prefix + path)
+    def add_version(self, version: str, files: dict[str, str], top="mini/", commit="") -> None:
+        """Put a version into the cache, as if fetched before, and into the lock."""
+        name = f"main-{commit}.tar" if commit else f"mini-{version}.tar.gz"
+        path = self.root / "build/cache" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(path, "w" if commit else "w:gz") as archive:
+            for name, text in files.items():
+                member = tarfile.TarInfo(top + name)
                 member.size = len(text)
                 archive.addfile(member, io.BytesIO(text.encode()))
-        section = f'\n[versions."{version}"]\ntag = "v{version}"\nsdist = "mini=={version}"\n'
-        section += f'sdist_sha256 = "{sha256(sdist.read_bytes())}"\n'
-        self.edit_lock(lambda text: re.sub(r"(?=\n\[patches\]|\Z)", section, text, count=1))
-
-    def drop_version(self, version: str) -> None:
-        section = rf'\n\[versions."{version}"\]\n(\w+ = .*\n)+'
-        self.edit_lock(lambda text: re.sub(section, "", text))
+        lines = f'sdist = "mini=={version}"\nsdist_sha256 = "{sha256(path.read_bytes())}"\n'
+        lines = f'commit = "{commit}"\n' if commit else lines
+        self.edit_lock(lambda text: f'{text}\n[versions."{version}"]\n{lines}')
 
     def patch(self, name: str, diff: str, header: str = HEADER) -> Path:
-        path = self.root / "patches" / f"{name}.patch"
-        path.write_text(header + diff)
-        return path
+        write_tree(self.root / "patches", {f"{name}.patch": header + diff})
+        return self.root / f"patches/{name}.patch"
 
     def patch_text(self, name: str) -> str:
         return (self.root / "patches" / f"{name}.patch").read_text()
@@ -180,12 +182,16 @@ class World:
     def edit_patch_set(self) -> None:
         """A later state of the patch set: patches and overlay files come, change and go."""
         (self.root / "patches/0002-second.patch").unlink()
-        diff = edit("megatron/core/sub/b.py", "b_3", "B3").replace("-b_3", "-B_three")
-        self.patch("0003-third", diff)
+        self.patch("0003-third", edit(B, "b_3", "B3").replace("-b_3", "-B_three"))
         core = self.root / "megatron_overlay/megatron/core"
         (core / "new/deep/module.py").unlink()
         write_tree(core, {"replaced.py": "ours, later\n", "other/module.py": "other_module\n"})
         self.lock()
+
+    def as_tree(self, files: dict[str, str]) -> None:
+        """Make the checkout a tree with these files."""
+        shutil.rmtree(self.checkout)
+        write_tree(self.checkout, files)
 
     def as_git(self, files: dict[str, str]) -> None:
         """Make the checkout a git tree with these files."""
@@ -204,11 +210,7 @@ def make_repository(path: Path, files: dict[str, str]) -> None:
 
 def git(cwd: Path, *args: str) -> str:
     """Run git for a fixture, independent of the machine's configuration."""
-    identity = {
-        f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
-    }
-    env = os.environ | identity | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-    done = subprocess.run(
-        ["git", *args], cwd=cwd, env=env, check=True, capture_output=True, text=True
-    )
+    env = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    command = ["git", *args]
+    done = subprocess.run(command, cwd=cwd, env=env, check=True, capture_output=True, text=True)
     return done.stdout.strip()

@@ -1,12 +1,13 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Kill the tool (SIGKILL) at each of its steps; the next run must end in a whole tree.
+"""Kill the tool (SIGKILL), or refuse it an operation, at each of its steps; a whole tree must come.
 
 A step is anything that changes the file system, but for files that lie elsewhere, as Python's audit
 events report it: a new step in the tool is a new case here without anybody adding it. Each run is a
-forked child that kills itself just before step n and, for a write, also with the file half written.
+forked child, which ends just before step n or, for a write, also with the file half written.
 """
 
+import errno
 import os
 import shutil
 import signal
@@ -15,21 +16,19 @@ from pathlib import Path
 
 import pytest
 
-from mini import World, snapshot
+from mini import MODULE, RUN, A, World, snapshot
 
 MUTATIONS = {f"os.{name}" for name in "chmod link mkdir remove rename rmdir symlink".split()}
 MUTATIONS |= {"os.truncate", "os.utime"}
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-A = "megatron/core/a.py"
 
 
-def steps_of(world: World, flags: list[str], kill: int = -1, torn: bool = False) -> str:
-    """Run apply in a child that dies before step ``kill``, or to its end, where it must succeed.
+def steps_of(world: World, flags: list[str], end: int = -1, how: str = "killed") -> str:
+    """Run apply in a child that ends in step ``end``, or else succeeds.
 
     Return a letter for each step: w for a write to a file, o for any other.
 
-    Args:
-        torn: die in the middle of the step, which writes a file.
+    how: ``killed``; ``torn``: killed in the middle of a write; ``refused``: by the machine.
     """
     reading, writing = os.pipe()
     base = world.base
@@ -43,12 +42,13 @@ def steps_of(world: World, flags: list[str], kill: int = -1, torn: bool = False)
                 return
             if os.path.isabs(path := os.fspath(args[0])) and not Path(path).is_relative_to(base):
                 return
-            if len(steps) == kill:
-                if torn:
-                    steps.append("w")  # so that the write below is no step of its own
+            steps.append("w" if opens else "o")
+            if len(steps) - 1 == end:
+                if how == "refused":
+                    raise OSError(errno.EACCES, "Permission denied", path)
+                if how == "torn":
                     Path(args[0]).write_bytes(b"torn")
                 os.kill(os.getpid(), signal.SIGKILL)
-            steps.append("w" if opens else "o")
 
         sys.addaudithook(on_event)
         result = world.apply(*flags)
@@ -58,7 +58,7 @@ def steps_of(world: World, flags: list[str], kill: int = -1, torn: bool = False)
     with os.fdopen(reading) as stream:
         letters = stream.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status == (0 if kill < 0 else -signal.SIGKILL), letters
+    assert status in ((0,) if end < 0 else (0, 1) if how == "refused" else (-signal.SIGKILL,))
     return letters
 
 
@@ -74,50 +74,51 @@ def outdated(world: World) -> None:
 
 
 def killed_while_applying(world: World) -> None:
-    """The tool meets a checkout with half of the changes made."""
+    """The tool meets a tree that a killed run left between its first and its last change."""
     copy(world.checkout, world.base / "pristine")
-    for step in reversed(range(len(steps_of(world, [])))):
+    for step in range(len(steps_of(world, []))):
         copy(world.base / "pristine", world.checkout)
         steps_of(world, [], step)
-        paths = "examples/mimo/run.py", "megatron/core/new/deep/module.py"
-        if [(world.checkout / path).exists() for path in paths] == [True, False]:
+        if [(world.checkout / path).exists() for path in (RUN, MODULE)] == [True, False]:
             return
     raise AssertionError("no step lies between the first and the last change")
 
 
 @pytest.mark.parametrize(
-    "prepare, flags",
+    "prepare, flags, ways",
     [
-        (lambda world: None, []),
-        (lambda world: world.apply(), ["--revert"]),
-        (outdated, ["--link"]),
-        (killed_while_applying, []),
+        (lambda world: None, [], ["killed", "refused"]),
+        (lambda world: world.apply(), ["--revert"], ["killed", "refused"]),
+        (outdated, ["--link"], ["killed"]),
+        (killed_while_applying, [], ["killed"]),
     ],
     ids=["apply", "revert", "update", "repair"],
 )
-def test_a_kill_at_any_step_leaves_what_the_next_run_completes(world, prepare, flags):
+def test_an_end_at_any_step_leaves_what_the_next_run_completes(world, prepare, flags, ways):
     original = snapshot(world.checkout)
     prepare(world)
-    saved, killed, seen = world.base / "saved", world.base / "killed", []
+    saved, ended, seen = world.base / "saved", world.base / "ended", []
     copy(world.checkout, saved)
-    steps = steps_of(world, flags)
+    steps, before = steps_of(world, flags), snapshot(saved, private=False)
     end, private_end = world.files(), set(snapshot(world.checkout))
-    kills = [(step, False) for step in range(len(steps))]
-    kills += [(step, True) for step, kind in enumerate(steps) if kind == "w"]
-    for kill in kills:
+    ends = [(step, how) for step in range(len(steps)) for how in ways]
+    ends += [(step, "torn") for step, kind in enumerate(steps) if kind == "w"]
+    for one in ends:
         copy(saved, world.checkout)
-        steps_of(world, flags, *kill)
+        steps_of(world, flags, *one)
         left = snapshot(world.checkout)
+        if one[1] == "refused":
+            assert world.files() in (before, end), one
         if left in seen:  # the next run depends on nothing else
             continue
         seen.append(left)
-        copy(world.checkout, killed)
-        assert world.apply(*flags).code == 0, kill
-        assert world.files() == end, kill
-        assert set(snapshot(world.checkout)) == private_end, kill
-        copy(killed, world.checkout)
-        assert world.apply("--revert").code == 0, kill
-        assert snapshot(world.checkout) == original, kill
+        copy(world.checkout, ended)
+        assert world.apply(*flags).code == 0, one
+        assert world.files() == end, one
+        assert set(snapshot(world.checkout)) == private_end, one
+        copy(ended, world.checkout)
+        assert world.apply("--revert").code == 0, one
+        assert snapshot(world.checkout) == original, one
     assert len(seen) > 10
 
 

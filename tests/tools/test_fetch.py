@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Fetching puts the pin in place, or nothing."""
+"""Fetching puts a version in place, or nothing."""
 
 import os
 import shutil
@@ -8,30 +8,29 @@ import subprocess
 
 import pytest
 
-from mini import (
-    LATER,
-    PIN,
-    REPOSITORY,
-    SECOND,
-    UPSTREAM,
-    git,
-    make_repository,
-    package_info,
-    snapshot,
-    write_tree,
-)
+import mini
+from mini import LATER, PIN, REPOSITORY, SECOND, UPSTREAM, git, snapshot, write_tree
 
 
-@pytest.mark.parametrize("version", [PIN, SECOND])
-def test_the_cached_sdist_becomes_the_checkout_without_a_network(world, version):
+@pytest.mark.parametrize("version", [PIN, SECOND, LATER])
+def test_the_cached_archive_becomes_the_checkout_without_a_network(world, version):
     target = world.base / "fetched"
     assert world.run("fetch", target, "--version", version).code == 0
-    assert {path.name for path in target.iterdir()} == {"megatron", "README.md"}
-    assert (target / "megatron/core/package_info.py").read_text() == package_info(version)
+    assert (target / "README.md").read_text() == UPSTREAM["README.md"]
+    assert (target / "megatron/core/mini.package_info.py").read_text() == mini.package_info(version)
     before = snapshot(world.base)
     again = world.run("fetch", target, "--version", version)
     assert (again.code, again.out) == (0, [f"{target}: already Megatron-LM {version}"])
     assert snapshot(world.base) == before
+
+
+def test_a_commit_of_main_comes_from_a_git_directory(world):
+    mini.make_repository(world.base / "remote", mini.LATER_UPSTREAM)
+    commit = git(world.base / "remote", "rev-parse", "HEAD")
+    world.edit_lock(lambda text: text.replace("1" * 40, commit))
+    assert world.run("fetch", world.base / "new", "--next", world.base / "remote").code == 0
+    texts = {path: (world.base / "new" / path).read_text() for path in mini.LATER_UPSTREAM}
+    assert texts == mini.LATER_UPSTREAM
 
 
 def other_hash(world, monkeypatch):
@@ -39,7 +38,7 @@ def other_hash(world, monkeypatch):
     old.write_bytes(old.read_bytes() + b"more")
 
 
-def no_index(world, monkeypatch):
+def no_cache(world, monkeypatch):
     """pip finds nothing, and nothing is in the cache."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(world.base))
@@ -47,17 +46,22 @@ def no_index(world, monkeypatch):
     shutil.rmtree(world.root / "build/cache")
 
 
+def outside(world, _):
+    world.add_version("9.0.0", UPSTREAM, top="../")
+
+
 @pytest.mark.parametrize(
     "arrange, args, code, message",
     [
         (None, ["mine"], 3, "is not a Megatron-LM checkout"),
         (None, ["checkout", "--version", SECOND], 3, f"this overlay needs {SECOND}"),
-        (None, ["new", "--version", "9"], 3, f"the lock has {PIN} and {SECOND}, not 9"),
-        (lambda w, _: w.add_version(LATER, UPSTREAM, prefix="../"), ["new", "--version", LATER], 1,
-         "refused to unpack"),
+        (None, ["new", "--version", "9"], 3, f"the lock has {PIN} and {SECOND} and {LATER}, not 9"),
+        (outside, ["new", "--version", "9.0.0"], 1, "refused to unpack"),
         (other_hash, ["new"], 4, "the lock wants"),
-        (no_index, ["new"], 1, "pip install failed"),
-        (None, ["new", "--git", "/no/where"], 1, "git clone /no/where failed"),
+        (no_cache, ["new"], 1, "pip install failed"),
+        (no_cache, ["new", "--version", LATER], 3, "give a git directory that has it with --next"),
+        (no_cache, ["new", "--next", "nowhere"], 1, "git archive failed"),
+        (no_cache, ["new", "--next", str(REPOSITORY)], 1, "git archive failed"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_had_is_one_line_and_leaves_nothing(
@@ -72,33 +76,6 @@ def test_what_cannot_be_had_is_one_line_and_leaves_nothing(
     assert message in result.errors[0]
     assert (snapshot(world.checkout), snapshot(world.base / "mine")) == before
     assert sorted(path.name for path in world.base.iterdir()) == ["checkout", "mine", "ours"]
-
-
-@pytest.mark.parametrize(
-    "lock, touched, message",
-    [
-        (lambda commit: commit, False, None),
-        (lambda commit: "1" * 40, False, f"the lock wants {'1' * 40}"),
-        (None, False, None),
-        (None, True, "megatron/core/a.py differs from the lock"),
-    ],
-    ids=["locked", "another", "not locked", "not locked, changed"],
-)
-def test_a_clone_is_of_the_locked_commit_or_has_the_locked_files(world, lock, touched, message):
-    remote, target = world.base / "remote", world.base / "fetched"
-    make_repository(remote, UPSTREAM | ({"megatron/core/a.py": "other\n"} if touched else {}))
-    git(remote, "tag", f"v{PIN}")
-    if lock:
-        line = f'commit = "{lock(git(remote, "rev-parse", "HEAD"))}"'
-        world.edit_lock(lambda text: text.replace(tag := f'tag = "v{PIN}"', f"{tag}\n{line}"))
-    result = world.run("fetch", "--git", f"file://{remote}", target)
-    if message:
-        assert (result.code, len(result.errors)) == (4, 1)
-        assert message in result.errors[0]
-        assert not [path for path in world.base.iterdir() if "fetched" in path.name]
-    else:
-        assert result.code == 0
-        assert git(target, "rev-parse", "HEAD") == git(remote, "rev-parse", f"v{PIN}")
 
 
 @pytest.mark.parametrize("script", ["fetch_upstream.sh", "apply_overlay.sh"])

@@ -2,27 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lock, canonical patches, the way back from an applied checkout, and the move of the pin."""
 
-import shutil
-import tomllib
+import re
 
 import pytest
 
-from mini import (
-    HEADER,
-    LATER,
-    LATER_UPSTREAM,
-    PIN,
-    SECOND,
-    UPSTREAM,
-    World,
-    edit,
-    numbered,
-    snapshot,
-    write_tree,
-)
-
-A, B, INFO = "megatron/core/a.py", "megatron/core/sub/b.py", "megatron/core/package_info.py"
-MODULE = "megatron/core/new/deep/module.py"
+import mini
+from mini import HEADER, INFO, MODULE, REPLACED, SCRIPT, A, B, World, edit, numbered, snapshot
+from overlay.patchset import Lock
 
 
 def refresh(world: World, *args: str):
@@ -43,15 +29,15 @@ def test_patches_become_canonical_and_then_stay_the_same_bytes(world):
 
 
 def without_b(world: World) -> None:
-    world.add_version(LATER, {path: text for path, text in UPSTREAM.items() if path != B})
+    world.add_version("9.0.0", {path: text for path, text in mini.UPSTREAM.items() if path != B})
 
 
 def stale(world: World) -> None:
-    (world.root / "megatron_overlay/megatron/core/replaced.py").write_text("edited\n")
+    (world.root / "megatron_overlay" / REPLACED).write_text("edited\n")
 
 
-def patch(*args: str):
-    return lambda world: world.patch(*args)
+def patch(name: str, diff: str):
+    return lambda world: world.patch(name, diff)
 
 
 def edited(path: str, old: str, new: str):
@@ -74,23 +60,24 @@ CHECKOUT = "CHECKOUT"
     "arrange, args, naming",
     [
         (stale, ["--check"], "patches/upstream.toml is stale: run `make lock`"),
-        (without_b, [], f"on {LATER}: patches/0001-first.patch: upstream has no {B}"),
-        (patch("0003-absent", edit("megatron/core/none.py", "a_3", "x")), [], "upstream has no"),
-        (patch("0003-replaced", edit("megatron/core/replaced.py", "old_3", "x")), [],
-         "both an overlay file"),
+        (without_b, [], f"on 9.0.0: patches/0001-first.patch: upstream has no {B}"),
+        (patch("0003-none", edit("megatron/core/none.py", "a_3", "x")), [], "upstream has no"),
+        (patch("0003-ours", edit(REPLACED, "old_3", "x")), [], "both an overlay file"),
         (patch("0003-stale", edit(A, "a_3", "x")), [], "does not apply"),
-        (patch("0003-empty", ""), [], "changes nothing"),
         (patch("0002-again", edit(A, "a_4", "x")), [], "same number"),
         (patch("third", ""), [], "not named NNNN-topic.patch"),
         (patch("0003-new", f"diff --git a/{A} b/{A}\ndeleted file mode 100644\n"), [], "0003-new"),
+        (patch("0003-both", edit(A, "a_5", "x") + edit(SCRIPT, "s_9", "x")), [],
+         f"upstream has no {SCRIPT}"),
+        (patch("0003-clone", edit("examples/x.py", "s_3", "x")), [],
+         "refresh with a git checkout, which has examples/x.py"),
         (edited(A, "A_three", "A_33"), [CHECKOUT],
          "belongs to 0001-first.patch, 0002-second.patch: name one"),
-        (edited(A, "A_ten_and", "A_10_and"), [CHECKOUT, "--into", "0001"],
+        (edited(A, "A_ten_and", "A_10_and"), [CHECKOUT, "--into", f"0001:{A}"],
          "meets lines of patches after 0001"),
-        (edited(A, "A_three", "A_33"), [CHECKOUT, "--into", "0009"], "no patches/0009-*.patch"),
+        (edited(A, "A_three", "A_33"), [CHECKOUT, "--into", f"0008:{A}"], "no patches/0008"),
         (edited(INFO, "'\n", "'\nhook()\n"), [CHECKOUT], "belongs to no patch"),
         (outdated, [CHECKOUT], "has not the present patches applied"),
-        (lambda world: None, [CHECKOUT], "has not the present patches applied"),
         (lambda world: None, ["--pin", "9"], "the lock has no version 9: add it first"),
     ],
 )  # fmt: skip
@@ -106,74 +93,99 @@ def test_what_cannot_stand_is_refused_in_one_line(world, arrange, args, naming):
 @pytest.mark.parametrize(
     "path, old, new, into, owner",
     [
-        (B, "B_three", "B_33", [], "0001-first"),  # the only patch of its file
-        (A, "A_three", "A_33", ["0001"], "0001-first"),  # and through the later one
-        (A, "A_three", "A_33", ["0002", f"0001:{A}"], "0001-first"),
-        (B, "b_9", "B_nine", ["0000"], "0000-new"),  # before the one that touches its file
-        (INFO, "'\n", "'\nhook()\n", ["0003"], "0003-new"),
+        (B, "B_three", "B_33", None, "0001-first"),  # the only patch of its file
+        (A, "A_three", "A_33", "0001", "0001-first"),  # and through the later one
+        (A, "A_ten_and_a_half\n", "", "0002", "0002-second"),  # of which nothing is left
+        (B, "b_9", "B_nine", "0000", "0000-new"),  # before the one that touches its file
+        (INFO, "'\n", "'\nhook()\n", "0003", "0003-new"),
+        (SCRIPT, "s_9", "s_nine", None, "0009-script"),
     ],
 )
 def test_an_edit_goes_into_its_patch_and_no_other(world, path, old, new, into, owner):
     original = snapshot(world.checkout)
     world.apply()
-    others = {"0001-first", "0002-second"} - {owner}
+    others = {"0001-first", "0002-second", "0009-script"} - {owner}
     texts = {name: world.patch_text(name) for name in others}
     if owner.endswith("new"):
         world.patch(owner, "")
     world.replace(path, old, new)
-    edited = world.files()
-    result = refresh(world, *(word for number in into for word in ("--into", number)))
+    (world.checkout / "megatron/core/mine.py").write_text("mine\n")
+    (world.checkout / REPLACED).write_text("mine\n")  # neither is an edit of upstream's
+    result = refresh(world, *(["--into", f"{into}:{path}"] if into else []))
     assert result.code == 0, result.errors
+    assert result.out[:2] == ["1 edited", path]
     assert new.strip("'\n") in world.patch_text(owner)
+    assert (world.patch_text(owner) == HEADER) == (new == "")
     assert {name: world.patch_text(name) for name in others} == texts
+    world.replace(REPLACED, "mine", "ours_instead")
+    edited = world.files()
     assert world.apply("--status").out[0].startswith("applied: ")
     assert world.apply().out == ["already applied"]
-    assert world.files() == edited
     assert refresh(world).out[-1] == "patches and lock are up to date"
+    assert world.files() == edited
+    (world.checkout / "megatron/core/mine.py").unlink()
     assert world.apply("--revert").code == 0
     assert snapshot(world.checkout) == original
 
 
-def test_what_is_no_edit_of_upstreams_is_left_alone_and_an_empty_patch_dropped(world):
+def test_edits_of_the_later_version_go_into_patches_of_its_own(world):
+    world.as_tree(mini.LATER_UPSTREAM)
     world.apply()
-    (world.checkout / "megatron/core/mine.py").write_text("mine\n")
-    (world.checkout / "megatron/core/replaced.py").write_text("edited\n")
-    before = snapshot(world.root)
-    assert refresh(world).code == 0
-    assert snapshot(world.root) == before
-    world.replace("megatron/core/replaced.py", "edited", "ours_instead")
-    world.replace(A, "A_ten_and_a_half\n", "")
-    assert refresh(world, "--into", "0002").code == 0
-    assert not (world.root / "patches/0002-second.patch").exists()
+    texts = [world.patch_text(name) for name in ("0001-first", "0009-script")]
+    world.replace(A, "A_three", "A_3")
+    world.replace(SCRIPT, "S_three", "S_3")
+    assert refresh(world, "--into", f"0001:{A}").out[0] == "2 edited"
+    assert [world.patch_text(name) for name in ("0001-first", "0009-script")] == texts
+    assert "+A_3\n" in world.patch_text("next/0001-first")
+    assert "+S_3\n" in world.patch_text("next/0009-script")
     assert world.apply().out == ["already applied"]
+    assert world.run("refresh", "--check").code == 0
+    next((world.root / "build/cache").glob("main-*")).unlink()
+    assert world.run("refresh", "--check").code == 0
+    assert "fetch it with --next" in refresh(world).errors[0]
 
 
 def test_the_lock_has_every_version_that_has_a_file(world):
-    world.add_version(LATER, UPSTREAM | {MODULE: "theirs\n"})
+    world.add_version("9.0.0", mini.UPSTREAM | {MODULE: "theirs\n"})
     world.lock()
-    table = tomllib.loads((world.root / "patches/upstream.toml").read_text())
-    assert list(table["versions"]) == list(table["files"]) == [PIN, SECOND, LATER]
-    found = [[v for v in table["files"] if path in table["files"][v]] for path in (A, MODULE)]
-    assert found == [[PIN, SECOND, LATER], [LATER]]
+    files = Lock.read(world.root / "patches/upstream.toml").files
+    assert list(files) == [mini.PIN, mini.SECOND, mini.LATER, "9.0.0"]
+    having = [[v for v in files if path in files[v]] for path in (REPLACED, MODULE, SCRIPT)]
+    assert having == [[*files], ["9.0.0"], [*files]]
 
 
 def test_the_pin_moves_and_what_conflicts_is_put_back_by_hand(world):
-    world.add_version(LATER, LATER_UPSTREAM)
+    new, path = "1.2.9", "patches/upstream.toml"
+    files = mini.LATER_UPSTREAM | {INFO: mini.package_info(new)}
+    world.add_version(new, {path: text for path, text in files.items() if path != SCRIPT})
     assert "does not apply" in world.run("refresh").errors[0]
-    world.drop_version(SECOND)
-    result = world.run("refresh", "--pin", LATER)
+    section = rf'\n\[versions."{mini.SECOND}"\]\n(\w+ = .*\n)+'
+    world.edit_lock(lambda text: re.sub(section, "", text))
+    result = world.run("refresh", "--pin", new)
     assert result.out[0] == f"conflict: {A} with 0002-second.patch"
-    lock = tomllib.loads((world.root / "patches/upstream.toml").read_text())
-    assert (lock["pin"], list(lock["files"]), list(lock["versions"])) == (LATER, [LATER], [LATER])
+    lock = Lock.read(world.root / path)
+    assert (lock.pin, [*lock.versions], [*lock.files]) == (
+        new,
+        [mini.LATER, new],
+        [mini.LATER, new],
+    )
     assert "+A_three" in world.patch_text("0001-first")
     assert B not in world.patch_text("0001-first")  # upstream has our change already
     assert world.patch_text("0002-second") == HEADER
-    shutil.rmtree(world.checkout)
-    write_tree(world.checkout, LATER_UPSTREAM)
+    assert "patches/0002-second.patch changes nothing" in world.run("headers").errors[0]
+    world.as_tree(files)
     assert world.apply().code == 0
     world.replace(A, "a_ten\n", "a_ten\nA_ten_and_a_half\n")
-    assert refresh(world, "--into", "0002").code == 0
+    assert refresh(world, "--into", f"0002:{A}").code == 0
     assert "+A_ten_and_a_half" in world.patch_text("0002-second")
     assert world.text(A) == "a_0\n" + numbered("a", {3: "A_three", 10: "a_ten\nA_ten_and_a_half"})
     assert world.apply().out == ["already applied"]
-    assert refresh(world).out[-1] == "patches and lock are up to date"
+
+
+def test_a_pristine_clone_gives_the_lock_its_git_only_files(world):
+    changed = mini.CLONE | {SCRIPT: "s_0\n" + numbered("s")}
+    world.as_tree(changed)
+    assert world.apply().code == 4
+    assert refresh(world).out[0] == "0 edited: nothing is applied"
+    assert world.apply().code == 0
+    assert world.text(SCRIPT) == "s_0\n" + numbered("s", {3: "S_three"})

@@ -35,7 +35,7 @@ def test_headers_and_sizes(world, header, diff, problem):
     world.patch("0001-first", diff or edit(A, "a_3", "A"), header)
     result = world.run("headers")
     assert result.code == bool(problem)
-    assert (problem or "2 patch headers are in order") in "\n".join(result.errors + result.out)
+    assert (problem or "3 patch headers are in order") in "\n".join(result.errors + result.out)
     for number in range(MOST_PATCHES):
         world.patch(f"1{number:03}-more", edit(A, "a_3", "A"))
     assert f"over {MOST_PATCHES}" in "".join(world.run("headers").errors)

@@ -9,10 +9,10 @@ import os
 from collections.abc import Collection
 
 from overlay import git, series
-from overlay.checkout import LINK, Checkout, Entry, state
-from overlay.errors import LOCAL_EDITS, NOT_THE_PIN, OverlayError, refuse
-from overlay.journal import Journal
-from overlay.patchset import PatchSet, check_version
+from overlay.checkout import LINK, Checkout, Entry, sha256, state
+from overlay.errors import DIFFERS_FROM_LOCK, FAILED, LOCAL_EDITS, NOT_THE_PIN, OverlayError, refuse
+from overlay.journal import Journal, alone
+from overlay.patchset import PatchSet
 
 Goal = dict[str, Entry]  # what our paths get
 
@@ -20,18 +20,19 @@ Goal = dict[str, Entry]  # what our paths get
 def run(patchset: PatchSet, checkout: Checkout, how: str | None) -> list[str]:
     """Apply, or do what ``how`` says, the name of a flag; return the lines to print."""
     if how in ("check", "status"):
-        one = Application(patchset, checkout, Journal(checkout))
+        one = Application(patchset, Journal(checkout))
         return one.status() if how == "status" else one.apply(only_check=True)
-    with Journal.locked(checkout) as journal:
-        one = Application(patchset, checkout, journal)
+    with alone(checkout):
+        one = Application(patchset, Journal(checkout))
+        one.journal.tidy()
         return one.revert() if how == "revert" else one.apply(how == "link")
 
 
 class Application:
     """The present patch set and the present checkout, and the ways from one state to another."""
 
-    def __init__(self, patchset: PatchSet, checkout: Checkout, journal: Journal):
-        self.patchset, self.checkout, self.journal = patchset, checkout, journal
+    def __init__(self, patchset: PatchSet, journal: Journal):
+        self.patchset, self.journal, self.checkout = patchset, journal, journal.checkout
         self.known = journal.paths
 
     def apply(self, link: bool = False, only_check: bool = False) -> list[str]:
@@ -39,7 +40,7 @@ class Application:
         goal, notices = self._goal(link)
         if self.journal.has(goal):
             return ["already applied", *notices]
-        changes = self._changes(goal)
+        changes = self.journal.changes(goal)
         if only_check:
             return [f"would change {_count(changes)}", *changes, *notices]
         done = f"{'updated' if self.known else 'applied'}: {_count(changes)} changed"
@@ -48,10 +49,9 @@ class Application:
 
     def revert(self) -> list[str]:
         """Restore the originals, byte for byte."""
-        if not self.known:
-            return ["not applied"]
         self._refuse_edits({})
-        done = f"reverted: {_count(self._changes({}))} changed"
+        done = f"reverted: {_count(self.journal.changes({}))} changed"
+        done = done if self.known else "not applied"
         self.journal.move({})
         return [done]
 
@@ -79,38 +79,53 @@ class Application:
         Raises:
             OverlayError: the checkout differs from the lock, or local edits would be lost.
         """
-        locked, version = self.patchset.lock.files, self.checkout.version
-        check_version(self.checkout.root, version, locked)
-        patched, notices = self.patchset.patched_on(version, self.journal.read), []
-        for one in [one for one in patched if one.left_out]:
-            paths = git.paths_of(one.diff)
-            absent = [path for path in paths if self.journal.read(path) is None]
-            why = "only git checkouts have" if absent else "this tree has changed"
-            notices.append(f"left out: {one.name}: {why} {' or '.join(absent or paths)}")
+        contents, notices = self._contents()
         link = link or any(known.states[-1].startswith(LINK) for known in self.known.values())
-        contents = series.last_tree(patched)
         goal = {path: Entry(d, self.journal.before(path).mode) for path, d in contents.items()}
         goal |= {path: self._ours(path, link) for path in self.patchset.overlay}
         self._refuse_edits(goal)
-        checked = {*self.known, *contents, *locked[version]}
-        foreign = [path for path in goal if path not in checked and self._is_lost(path, goal)]
-        what = "exists, and is neither ours nor committed"
-        refuse(LOCAL_EDITS, [f"{path} {what}" for path in foreign])
+        locked = self.patchset.lock.files[self.checkout.version]
+        new = goal.keys() - self.known.keys() - locked.keys()
+        foreign = [p for p in sorted(new) if self._now(p) not in (None, state(goal[p]))]
+        refuse(LOCAL_EDITS, [f"{path} exists, and is not ours" for path in foreign])
         return goal, notices
+
+    def _contents(self) -> tuple[git.Files, list[str]]:
+        """Return what the patches make of upstream's files, and notices of those left out."""
+        lock, version, wrong = self.patchset.lock, self.checkout.version, []
+        self.checkout.check_version(lock.files)
+        hashes = {}
+        for path, (before, after) in lock.files[version].items():
+            data = self.journal.read(path)
+            if data is None and series.is_git_only(path):
+                continue
+            hashes[path] = after
+            if (found := data and sha256(data)) == after:
+                what = "is patched already, but its original is lost: restore it or fetch anew"
+                wrong.append(f"{path} {what}")
+            elif found != before:
+                what = "differs from the lock, as git diff shows" if found else "is missing"
+                wrong.append(f"{path} {what}: restore it or fetch anew")
+        refuse(DIFFERS_FROM_LOCK, wrong)
+        patched, notices = series.build(self.patchset.series(version), self.journal.read), []
+        for one in [one for one in patched if one.left_out]:
+            paths = git.paths_of(one.diff)
+            absent = " or ".join(path for path in paths if self.journal.read(path) is None)
+            notices.append(f"left out: {one.name}: only git checkouts have {absent}")
+            hashes = {path: after for path, after in hashes.items() if path not in paths}
+        contents = series.last_tree(patched)
+        overlay = {p: ours.read_bytes() for p, ours in self.patchset.overlay.items() if p in hashes}
+        made = {path: sha256(data) for path, data in (contents | overlay).items()}
+        stale = [p for p in sorted(made.keys() | hashes) if made.get(p) != hashes.get(p)]
+        refuse(FAILED, [f"{path} differs from the lock: run `make lock`" for path in stale])
+        return contents, notices
 
     def _ours(self, path: str, link: bool) -> Entry:
         source, before = self.patchset.overlay[path], self.journal.before(path)
         if link:
             return Entry(os.fsencode(source), LINK)
         mode = "755" if os.access(source, os.X_OK) else "644"
-        return Entry(source.read_bytes(), before.mode if before and before.is_file else mode)
-
-    def _is_lost(self, path: str, goal: Goal) -> bool:
-        """Return whether an entry that is not committed would be replaced."""
-        if self._now(path) in (None, goal[path].state):
-            return False
-        data = self.checkout.read(path)
-        return data is None or not git.is_committed(self.checkout.root, path, data)
+        return Entry(source.read_bytes(), before.mode if before and before.mode != LINK else mode)
 
     def _refuse_edits(self, goal: Goal) -> None:
         what = "was edited since the overlay was applied"
@@ -124,10 +139,6 @@ class Application:
             for path, known in self.known.items()
         }
         return [path for path, states in expected.items() if self._now(path) not in states]
-
-    def _changes(self, goal: Goal) -> list[str]:
-        targets = sorted(self.journal.targets(goal).items())
-        return [path for path, target in targets if self._now(path) != state(target)]
 
     def _now(self, path: str) -> str | None:
         return state(self.checkout.look(path))

@@ -6,13 +6,14 @@ import hashlib
 import os
 import re
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from overlay.errors import DIFFERS_FROM_LOCK, FAILED, NOT_THE_PIN, OverlayError
+from overlay.errors import DIFFERS_FROM_LOCK, FAILED, LOCAL_EDITS, NOT_THE_PIN, OverlayError
 
 STATE_DIR = ".mimo-overlay"
-LINK, OTHER = "link", "other"
+LINK = "link"
 _FORBIDDEN_PARTS = {"..", ".", "", ".git", STATE_DIR}
 _VERSION_FIELD = re.compile(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)", re.MULTILINE)
 
@@ -23,27 +24,20 @@ def sha256(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """A file, or another thing, at a path.
+    """A file or a symlink at a path.
 
-    mode: octal permissions of a regular file; ``link`` for a symlink, whose ``data`` is its target;
-    ``other`` for what this tool never makes or replaces, such as a folder.
+    mode: octal permissions of a regular file; ``link`` for a symlink, whose ``data`` is its target.
     """
 
     data: bytes
     mode: str = "644"
 
-    @property
-    def is_file(self) -> bool:
-        return self.mode not in (LINK, OTHER)
-
-    @property
-    def state(self) -> str:
-        """A text that tells entries apart; permissions do not count: changing them is no edit."""
-        return sha256(self.data) if self.is_file else f"{self.mode} {os.fsdecode(self.data)}"
-
 
 def state(entry: Entry | None) -> str | None:
-    return entry and entry.state
+    """Return a text that tells entries apart; to change permissions is no edit."""
+    if entry is None:
+        return None
+    return f"link {os.fsdecode(entry.data)}" if entry.mode == LINK else sha256(entry.data)
 
 
 def check_relative(path: str, where: str) -> str:
@@ -71,28 +65,30 @@ class Checkout:
             what = f"{root} is not a Megatron-LM checkout: it has no {info.name}"
             raise OverlayError(NOT_THE_PIN, what)
         fields = dict(_VERSION_FIELD.findall(info.read_text(errors="replace")))
-        numbers = [fields.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
-        self.version = "of an unknown version"
-        if all(numbers):
-            self.version = ".".join(numbers) + fields.get("PRE_RELEASE", "")
+        numbers = [fields.get(name, "?") for name in ("MAJOR", "MINOR", "PATCH")]
+        self.version = ".".join(numbers) + fields.get("PRE_RELEASE", "")
+
+    def check_version(self, wanted: Iterable[str]) -> None:
+        if self.version not in wanted:
+            needs = f"this overlay needs {' or '.join(wanted)}"
+            raise OverlayError(NOT_THE_PIN, f"{self.root} is Megatron-LM {self.version}; {needs}")
 
     def read(self, relative: str) -> bytes | None:
         """Return a regular file's content; None if there is no such file."""
         entry = self.look(relative)
-        return entry.data if entry and entry.is_file else None
+        return entry.data if entry and entry.mode != LINK else None
 
     def look(self, relative: str) -> Entry | None:
         """Return what lies at a path, None if nothing does.
 
         Raises:
-            OverlayError: a folder on the way is a symlink or a file.
+            OverlayError: a folder on the way is a symlink or a file, or a folder lies there.
         """
         path = self.root / check_relative(relative, "checkout")
         try:
             for folder in reversed(PurePosixPath(relative).parents[:-1]):
-                mode = os.lstat(self.root / folder).st_mode
-                if not stat.S_ISDIR(mode):
-                    kind = "a symlink" if stat.S_ISLNK(mode) else "not a folder"
+                if not stat.S_ISDIR(os.lstat(self.root / folder).st_mode):
+                    kind = "a symlink" if (self.root / folder).is_symlink() else "not a folder"
                     what = f"{folder} is {kind}: refused to go through it"
                     raise OverlayError(DIFFERS_FROM_LOCK, what)
             mode = os.lstat(path).st_mode
@@ -101,5 +97,5 @@ class Checkout:
         if stat.S_ISLNK(mode):
             return Entry(os.fsencode(os.readlink(path)), LINK)
         if not stat.S_ISREG(mode):
-            return Entry(b"", OTHER)
+            raise OverlayError(LOCAL_EDITS, f"{relative} exists, and is not a file")
         return Entry(path.read_bytes(), f"{stat.S_IMODE(mode):o}")

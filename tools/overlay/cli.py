@@ -17,7 +17,6 @@ from overlay.patchset import Lock, PatchSet
 from overlay.refresh import refresh
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-NEXT_HELP = "take the lock's commit of upstream's main from this git directory"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -39,24 +38,20 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("fetch", help="fetch a locked upstream")
     one.add_argument("directory", type=Path, nargs="?", metavar="DIR")
     which = one.add_mutually_exclusive_group()
-    which.add_argument("--next", type=Path, metavar="GITDIR", help=NEXT_HELP)
     which.add_argument("--version", metavar="V", help="another version of the lock than the pin")
-    one.add_argument("--git", metavar="REMOTE", help="clone the tag from REMOTE instead")
+    text = "the lock's commit of main, from a git directory that has it"
+    which.add_argument("--next", type=Path, metavar="GITDIR", help=text)
 
     one = commands.add_parser("refresh", help="write patches and lock anew")
     what = one.add_mutually_exclusive_group()
     what.add_argument("checkout", type=Path, nargs="?", metavar="CHECKOUT", help="take its edits")
     what.add_argument("--pin", metavar="V", help="carry the patches to this version of the lock")
     one.add_argument("--check", action="store_true", help="change nothing, fail if it would")
-    one.add_argument(
-        "--into", metavar="NNNN[:PATH]", action="append", default=[],
-        help="the patch that takes the edits (of PATH); repeatable",
-    )  # fmt: skip
-    one.add_argument("--next", type=Path, metavar="GITDIR", help=NEXT_HELP)
+    text = "the patch that takes the edits of PATH; repeatable"
+    one.add_argument("--into", metavar="NNNN:PATH", action="append", default=[], help=text)
 
     one = commands.add_parser("drift", help="what another Megatron-LM means for us")
     one.add_argument("checkout", type=Path, metavar="CHECKOUT")
-    one.add_argument("--json", action="store_true", help="for machines")
 
     commands.add_parser("headers", help="check the headers and sizes of the patches")
     return parser
@@ -69,14 +64,13 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "fetch":
         lock = Lock.read(root / "patches/upstream.toml")
         directory = options.directory or root / "build" / "Megatron-LM"
-        lines = [fetch(lock, root, directory, options.version, options.git, options.next)]
+        lines = [fetch(lock, root, directory, options.version, options.next)]
     elif options.command == "headers":
         lines = [rules.check(PatchSet(root))]
     elif options.command == "refresh":
-        how = options.into, options.pin, options.check, options.next
-        lines = refresh(PatchSet(root), checkout, *how)
+        lines = refresh(PatchSet(root), checkout, options.into, options.pin, options.check)
     elif options.command == "drift":
-        lines, code = drift.drift(PatchSet(root), checkout, options.json)
+        lines, code = drift.drift(PatchSet(root), checkout)
     else:
         lines = apply(PatchSet(root), checkout, options.how)
     print("\n".join(lines))

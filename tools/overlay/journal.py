@@ -30,7 +30,18 @@ class Known:
     """
 
     original: Entry | None
-    states: list[str]
+    states: list[str | None]
+
+
+@contextlib.contextmanager
+def alone(checkout: Checkout) -> Iterator[None]:
+    """Wait until no other run is at work in the checkout, and keep others out."""
+    descriptor = os.open(checkout.root, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class Journal:
@@ -54,23 +65,9 @@ class Journal:
             cure = f"restore it, revert by that version, or remove {checkout.root} and fetch anew"
             raise OverlayError(FAILED, f"{what}: {cure}") from None
 
-    @classmethod
-    @contextlib.contextmanager
-    def locked(cls, checkout: Checkout) -> Iterator["Journal"]:
-        """Lock the checkout against other runs inside the block, and tidy up after it."""
-        descriptor = os.open(checkout.root, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            journal = cls(checkout)
-            try:
-                yield journal
-            finally:
-                journal._tidy()
-        except BlockingIOError:
-            message = f"another run is at work in {checkout.root}"
-            raise OverlayError(FAILED, message) from None
-        finally:
-            os.close(descriptor)
+    def tidy(self) -> None:
+        """Remove what a killed run may have left."""
+        (self._folder / "tmp").unlink(missing_ok=True)
 
     def before(self, path: str) -> Entry | None:
         """Return what lay at a path before the overlay."""
@@ -79,18 +76,21 @@ class Journal:
     def read(self, path: str) -> bytes | None:
         """Return a file as it was before the overlay; None if there was no regular one."""
         entry = self.before(path)
-        return entry.data if entry and entry.is_file else None
-
-    def has(self, goal: dict[str, Entry]) -> bool:
-        """Return whether ``goal`` is applied: in the journal, and in the checkout."""
-        states = {path: [entry.state] for path, entry in goal.items()}
-        known = {path: known.states for path, known in self.paths.items()}
-        looks = {path: [state(self.checkout.look(path))] for path in goal}
-        return states == known == looks
+        return entry.data if entry and entry.mode != LINK else None
 
     def targets(self, goal: dict[str, Entry]) -> dict[str, Entry | None]:
         """Return what each path gets when the paths of ``goal``, and no others, become ours."""
         return {path: known.original for path, known in self.paths.items()} | goal
+
+    def changes(self, goal: dict[str, Entry]) -> list[str]:
+        """Return the paths that must change to get there."""
+        targets = sorted(self.targets(goal).items())
+        return [path for path, to in targets if state(self.checkout.look(path)) != state(to)]
+
+    def has(self, goal: dict[str, Entry]) -> bool:
+        """Return whether ``goal`` is applied: in the journal, and in the checkout."""
+        known = {path: known.states for path, known in self.paths.items()}
+        return known == {path: [state(to)] for path, to in goal.items()} and not self.changes(goal)
 
     def move(self, goal: dict[str, Entry]) -> None:
         """Make the paths of ``goal`` ours, and restore the originals of all others.
@@ -100,8 +100,9 @@ class Journal:
         """
         old, targets = self.paths, self.targets(goal)
         now = {path: self.checkout.look(path) for path in targets}
-        new = {path: old.get(path, Known(now[path], [])) for path in goal}
-        both = {path: Known(k.original, [*k.states, goal[path].state]) for path, k in new.items()}
+        known = {path: old.get(path) or Known(self.before(path), []) for path in goal}
+        ours = {path: state(to) for path, to in goal.items()}
+        both = {path: Known(k.original, [*k.states, ours[path]]) for path, k in known.items()}
         self.write(old | both)
         try:
             self._change(targets)
@@ -109,14 +110,15 @@ class Journal:
             self._change(now)
             self.write(old)
             path = error.filename2 or error.filename
-            message = f"{path}: {error.strerror}: the checkout is as before"
-            raise OverlayError(FAILED, message) from None
-        self.write({path: Known(k.original, k.states[-1:]) for path, k in both.items()})
+            what = f"{path}: {error.strerror}: the checkout is as before"
+            raise OverlayError(FAILED, what) from None
+        self.write({path: Known(k.original, [ours[path]]) for path, k in known.items()})
 
     def write(self, paths: dict[str, Known]) -> None:
         self.paths = paths
         if not paths:
             self._file.unlink(missing_ok=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
             return
         table = {}
         for path, known in sorted(paths.items()):
@@ -127,17 +129,24 @@ class Journal:
         self._replace(self._file, Entry(json.dumps(table, indent=1).encode()))
 
     def _change(self, targets: dict[str, Entry | None]) -> None:
+        """Give each path its target, and touch none that has it."""
         for relative, target in sorted(targets.items()):
             path = self.checkout.root / relative
-            if state(self.checkout.look(relative)) == state(target):
-                continue
             if target is None:
-                path.unlink()
-            else:
+                path.unlink(missing_ok=True)
+                self._remove_empty_folders(path)
+            elif state(self.checkout.look(relative)) != state(target):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._replace(path, target)
-        for relative in [path for path, target in targets.items() if target is None]:
-            self._remove_empty_folders(self.checkout.root / relative)
+
+    def _remove_empty_folders(self, path: Path) -> None:
+        """Remove empty folders above a removed file of ours; bytecode caches count as empty."""
+        for folder in path.parents:
+            if folder.is_dir():
+                if any(entry.name != "__pycache__" for entry in folder.iterdir()):
+                    return
+                shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+                folder.rmdir()
 
     def _replace(self, path: Path, entry: Entry) -> None:
         """Write a file or a symlink atomically."""
@@ -149,19 +158,3 @@ class Journal:
             temporary.write_bytes(entry.data)
             temporary.chmod(int(entry.mode, 8))
         os.replace(temporary, path)
-
-    def _remove_empty_folders(self, path: Path) -> None:
-        """Remove empty folders above a removed file of ours; bytecode caches count as empty."""
-        for folder in path.parents:
-            if folder.is_dir():
-                if any(entry.name != "__pycache__" for entry in folder.iterdir()):
-                    return
-                shutil.rmtree(folder / "__pycache__", ignore_errors=True)
-                folder.rmdir()
-
-    def _tidy(self) -> None:
-        """Remove what a killed run left; without a journal, the private folder itself."""
-        if self.paths:
-            (self._folder / "tmp").unlink(missing_ok=True)
-        else:
-            shutil.rmtree(self._folder, ignore_errors=True)

@@ -88,28 +88,6 @@ class Version:
                 node.body = node.body[1:]
         return ast.unparse(tree)
 
-    def members(self, module: str) -> set[str]:
-        """Return the full names of what a module defines, and of the members of its classes."""
-        owners, found = [self.find(module)], set()
-        while owners:
-            owner = owners.pop()
-            for member in owner.members.values() if owner else ():
-                if not member.is_alias and not member.is_module:
-                    found.add(member.path)
-                    owners += [member] * member.is_class
-        return found
-
-    def declared(self, module: str) -> dict[str, str]:
-        """Return the signatures of a module's functions, classes and methods, by full name."""
-        found = {name: self.signature(name) for name in self.members(module)}
-        return {name: str(one) for name, one in found.items() if one is not None}
-
-
-def _modules(names: Collection[str], pin: Version) -> list:
-    """Return griffe's objects of the names that are modules of upstream's."""
-    known = [one for one in map(pin.find, names) if one is not None and not one.is_alias]
-    return [one for one in known if one.is_module]
-
 
 def compare(
     ours: dict[str, bytes], pin: Version, other: Version, patched: Collection[str] = ()
@@ -146,8 +124,9 @@ def _members(used: set[str], ours: set[str], pin: Version) -> dict[str, set[str]
     """
     names = {name for full in used if full.startswith("megatron.") for name in prefixes(full)}
     found = defaultdict(set)
-    for module in _modules(names - ours, pin):
-        for owner in module.classes.values():
+    for module in map(pin.find, names - ours):
+        is_module = module is not None and not module.is_alias and module.is_module
+        for owner in module.classes.values() if is_module else ():
             for name, member in {} if owner.is_alias else owner.all_members.items():
                 found[name].add(member.path)
     return found

@@ -2,24 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the canonical patches and the lock, or check them.
 
-The files that patches change come from the sdists, or, if only git checkouts have them, from the
-given checkout; without one, the patches of such files and their part of the lock stay as they are.
-So do the next version's patches and its part of the lock without a git directory that has it.
+Upstream's files come from the archives in ``build/cache``; git-only files from the given checkout.
+What is not at hand stays as it is: patches and rows of the lock of git-only files, without a
+checkout that has them, and the table of the next version, unless its commit was fetched.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
-from pathlib import Path
 
 from overlay import git, series
 from overlay.checkout import Checkout, sha256
 from overlay.errors import FAILED, OverlayError, refuse
-from overlay.fetch import next_files, upstream
+from overlay.fetch import upstream
 from overlay.journal import Journal, Known
-from overlay.patchset import NEXT, Lock, PatchSet, check_version, with_own
-from overlay.series import Original, Patched
-
-Texts = dict[str, bytes]  # patches by name
+from overlay.patchset import NEXT, PatchSet
+from overlay.series import Patched
 
 
 def refresh(
@@ -28,244 +25,147 @@ def refresh(
     into: Collection[str] = (),
     pin: str | None = None,
     only_check: bool = False,
-    next_directory: Path | None = None,
 ) -> list[str]:
-    """Bring patches and lock to their canonical form.
+    """Bring patches and lock to their canonical form; return the lines to print.
 
     Args:
         checkout: its edits go into the patches that ``into`` names, or that own the files.
         pin: the version to which the patches are carried.
-        next_directory: a git directory that has the next version.
 
     Raises:
         OverlayError: the patch set is inconsistent; or, with ``only_check``, not in canonical form.
     """
-    lock, patches, lines, conflicts = patchset.lock, patchset.series(), [], {}
-    journal = Journal(checkout) if checkout else None
-    following = next_files(lock, next_directory) if next_directory else None
-    if checkout and checkout.version == lock.next:
-        if following is None:
-            raise OverlayError(FAILED, f"{checkout.root}: give a git directory that has its commit")
-        return _refresh_next(patchset, following, only_check, journal, into)
-
-    def upstream_at(version: str) -> Original:
-        sdist = upstream(lock, version, patchset.root)
-        return lambda path: sdist[path] if path in sdist else journal and journal.read(path)
-
-    patched = series.build(patches, upstream_at(lock.pin), lock.git_only)
-    for one in patched:
-        if one.left_out and sha256(patches[one.name]) != lock.patches.get(one.name):
-            what = f"patches/{one.name} was edited: refresh with a git checkout, which has"
-            raise OverlayError(FAILED, f"{what} {', '.join(git.paths_of(one.diff))}")
-    if checkout:
-        sdist = upstream(lock, lock.pin, patchset.root)
-        owners = _take_edits(patchset, journal, patched, into, sdist)
-        lines = [f"{len(owners)} edited", *owners]
-    elif pin:
-        patched, conflicts = _move_pin(lock, patched, pin, upstream_at)
-        lines = [f"conflict: {path} with {name}" for name in conflicts for path in conflicts[name]]
-    texts = {one.name: one.text() for one in patched}
-    for one in [one for one in patched if not texts[one.name]]:
-        if one.name in conflicts:
-            texts[one.name] = one.header
-        elif not one.diff:
-            raise OverlayError(FAILED, f"patches/{one.name} changes nothing: fill or delete it")
-        else:
-            del texts[one.name]
-            lines.append(f"dropped patches/{one.name}: it changes nothing any more")
-    _lock_files(patchset, texts, upstream_at)
-    own = patchset.own()
-    if following:
-        own_texts = _lock_next(patchset, with_own(texts, own), following)
-    else:
-        lines += _notice_stale(patchset, with_own(texts, own), only_check)
-        own_texts = own
-    lines += _write(patchset, patches | own, texts | own_texts, only_check)
-    if checkout:
-        _adopt(patchset, checkout, patched)
+    one, lock = Refresh(patchset, checkout), patchset.lock
+    lines = one.take_edits(into) if checkout else one.move_pin(pin) if pin else []
+    lock.files = {version: one.table(version) for version in lock.versions}
+    lines += one.write(only_check)
+    one.adopt()
     return lines
 
 
-def _move_pin(
-    lock: Lock, patched: list[Patched], pin: str, upstream_at: Callable[[str], Original]
-) -> tuple[list[Patched], dict[str, list[str]]]:
-    """Carry the patches to another version of the lock, which takes the pin's place.
+class Refresh:
+    """A run of refresh. It changes ``patchset`` in memory, and writes at its end."""
 
-    Also return the files in which patches conflict; these changes are left out.
-    """
-    if pin not in lock.versions:
-        raise OverlayError(FAILED, f"the lock has no version {pin}: add it first")
-    ported = series.port(patched, upstream_at(pin))
-    if pin != lock.pin:
-        del lock.versions[lock.pin]
-    lock.pin = pin
-    conflicts = {one.name: paths for one, state, paths in ported if state == "conflicts"}
-    return [one for one, _, _ in ported], conflicts
+    def __init__(self, patchset: PatchSet, checkout: Checkout | None):
+        self.patchset, self.lock, self.checkout = patchset, patchset.lock, checkout
+        self.journal = Journal(checkout) if checkout else None
+        self.before = dict(patchset.texts)
+        self.edited: list[Patched] = []
 
+    def _upstream(self, version: str) -> tuple[git.Files, series.Original]:
+        """Return the files of a version, and a function that also reads those of the checkout."""
+        tree = upstream(self.lock, version, self.patchset.root)
+        if tree is None:
+            raise OverlayError(FAILED, f"{version} is not in build/cache: fetch it with --next")
+        is_of_main = self.journal and self.checkout.version == self.lock.next
+        beside = self.journal.read if self.journal and not is_of_main else {}.get
+        return tree, lambda path: tree[path] if path in tree else beside(path)
 
-def _take_edits(
-    patchset: PatchSet,
-    journal: Journal,
-    patched: list[Patched],
-    into: Collection[str],
-    sdist: dict[str, bytes],
-) -> dict[str, int]:
-    """Put the edits of a checkout of the pin, or of the next version, into the patches; return the
-    index of the patch that took each.
-
-    sdist: upstream's files of that version.
-    """
-    checkout, lock = journal.checkout, patchset.lock
-    check_version(checkout.root, checkout.version, [lock.pin, *[lock.next] * bool(lock.next)])
-    applied = series.last_tree(patched)
-
-    def original(path: str) -> bytes | None:
-        return sdist[path] if path in sdist else journal.read(path)
-
-    for path, data in applied.items():
-        known = journal.paths.get(path)
-        if known is None and path not in sdist:
-            continue  # its patch is new, or was left out
-        if not known or known.states[-1] != sha256(data):
-            what = f"{checkout.root} has not the present patches applied (see {path})"
-            raise OverlayError(FAILED, what)
-    # A git checkout has other files than the sdist. They count only where a patch is applied.
-    named = [of for _, _, of in (one.partition(":") for one in into)]
-    paths = [path for path in sdist if path.startswith("megatron/") or path in [*applied, *named]]
-    paths = [path for path in paths if path.endswith(".py")]
-    paths += [path for path in applied if path not in sdist and path in journal.paths]
-    edits = {path: checkout.read(path) for path in paths if path not in patchset.overlay}
-    before = {path: applied.get(path, original(path)) for path in edits}
-    edits = {path: data for path, data in edits.items() if data not in (None, before[path])}
-    owners = {path: _owner(patched, path, into) for path in edits}
-    for path, edited in edits.items():
-        series.carry(patched, owners[path], path, before[path], edited, original)
-    return owners
-
-
-def _owner(patched: list[Patched], path: str, into: Collection[str]) -> int:
-    """Return the index of the patch that an edit of ``path`` belongs to.
-
-    It is the one that ``into`` names for this path or for all, else the only one that touches it.
-    """
-    named = [number for number, _, of in (i.partition(":") for i in into) if of in ("", path)]
-    if named:
-        found = [i for i, one in enumerate(patched) if _file(one).startswith(f"{named[-1]}-")]
-        if not found or patched[found[0]].left_out:
-            raise OverlayError(FAILED, f"--into {named[-1]}: no patches/{named[-1]}-*.patch")
-        return found[0]
-    found = [i for i, one in enumerate(patched) if path in one.files]
-    if len(found) != 1:
-        names = ", ".join(patched[index].name for index in found) or "no patch"
-        raise OverlayError(FAILED, f"{path} belongs to {names}: name one with --into NNNN:{path}")
-    return found[0]
-
-
-def _lock_files(patchset: PatchSet, texts: Texts, upstream_at: Callable[[str], Original]) -> None:
-    """Update the lock's tables by applying the patches to every version in it."""
-    lock, files, git_only = patchset.lock, {}, {}
-    for version in [version for version in lock.versions if version != lock.next]:
-        sdist, original = upstream(lock, version, patchset.root), upstream_at(version)
+    def _build(self, version: str) -> list[Patched]:
         try:
-            patched = series.build(texts, original, lock.git_only)
+            return series.build(self.patchset.series(version), self._upstream(version)[1])
         except OverlayError as error:
             raise OverlayError(FAILED, f"on {version}: {error.lines[0]}") from None
-        tree = series.last_tree(patched)
-        for one in patched:
-            if one.files.keys() - sdist.keys() and one.files.keys() & sdist.keys():
-                what = "changes files of the sdist and others: make two patches of it"
-                raise OverlayError(FAILED, f"patches/{one.name} {what}")
-            for path in git.paths_of(one.diff) if one.left_out else ():
-                git_only[path] = lock.git_only[path]
-        twice = sorted(tree.keys() & patchset.overlay)
+
+    def _keep(self, version: str, patched: list[Patched]) -> None:
+        """Keep the canonical texts of the patches that are made for a version."""
+        own = {self.lock.pin: "", self.lock.next: NEXT}.get(version, "no patch")
+        self.patchset.texts |= {p.name: p.text() for p in patched if p.name.startswith(own)}
+
+    def take_edits(self, into: Collection[str]) -> list[str]:
+        """Put the edits of the checkout into patches, on the next version into its own."""
+        known, version, edits = self.journal.paths, self.checkout.version, []
+        self.checkout.check_version([one for one in (self.lock.pin, self.lock.next) if one])
+        if not known:
+            return ["0 edited: nothing is applied"]
+        patched, (tree, original) = self._build(version), self._upstream(version)
+        applied = series.last_tree(patched)
+        for path, data in applied.items():
+            if path not in known or known[path].states[-1] != sha256(data):
+                what = f"{self.checkout.root} has not the present patches applied (see {path})"
+                raise OverlayError(FAILED, what)
+        named = {path: number for number, _, path in (one.partition(":") for one in into)}
+        paths = [path for path in tree if path.startswith("megatron/") and path.endswith(".py")]
+        for path in sorted({*paths, *applied, *named} - self.patchset.overlay.keys()):
+            before, now = applied.get(path, original(path)), self.checkout.read(path)
+            if None not in (before, now) and before != now:
+                owner = _owner(patched, path, named.get(path))
+                series.carry(patched, patched.index(owner), path, before, now, original(path))
+                if version == self.lock.next:
+                    owner.name = NEXT + owner.name.removeprefix(NEXT)
+                edits.append(path)
+        self.edited = patched
+        self._keep(version, patched)
+        return [f"{len(edits)} edited", *edits]
+
+    def move_pin(self, pin: str) -> list[str]:
+        """Carry the patches to another version of the lock, which takes the pin's place."""
+        lock = self.lock
+        if pin not in lock.versions:
+            raise OverlayError(FAILED, f"the lock has no version {pin}: add it first")
+        ported = series.port(self._build(lock.pin), self._upstream(pin)[1], {})
+        if pin != lock.pin:
+            del lock.versions[lock.pin]
+            lock.files[pin] = lock.files.pop(lock.pin) | lock.files.get(pin, {})
+        lock.pin = pin
+        self._keep(pin, [one for one, _, _ in ported])
+        return [f"conflict: {path} with {one.name}" for one, _, paths in ported for path in paths]
+
+    def table(self, version: str) -> dict[str, list[str]]:
+        """Return a version's table, and keep the patches that are made for it."""
+        lock, overlay = self.lock, self.patchset.overlay
+        old = lock.files.get(version, {})
+        if version == lock.next and upstream(lock, version, self.patchset.root) is None:
+            return old
+        patched, (tree, original) = self._build(version), self._upstream(version)
+        self._keep(version, patched)
+        made = series.last_tree(patched)
+        twice = sorted(made.keys() & overlay)
         refuse(FAILED, [f"{path} is both an overlay file and patched" for path in twice])
-        tree |= {
-            path: ours.read_bytes() for path, ours in patchset.overlay.items() if path in sdist
-        }
-        sides = {path: [sha256(original(path)), sha256(tree[path])] for path in sorted(tree)}
-        files[version] = {path: both for path, both in sides.items() if path in sdist}
-        git_only |= {path: both for path, both in sides.items() if path not in sdist}
-    lock.patches = {name: sha256(text) for name, text in texts.items()}
-    kept = {lock.next: lock.files[lock.next]} if lock.next in lock.files else {}
-    lock.files, lock.git_only = files | kept, git_only
+        made |= {path: ours.read_bytes() for path, ours in overlay.items() if path in tree}
+        table = {path: [sha256(original(path)), sha256(data)] for path, data in made.items()}
+        known = lock.files.get(lock.pin, {}) | old
+        for path in [path for one in patched if one.left_out for path in git.paths_of(one.diff)]:
+            if path not in known:
+                raise OverlayError(FAILED, f"refresh with a git checkout, which has {path}")
+            table[path] = known[path]
+        return dict(sorted(table.items()))
+
+    def write(self, only_check: bool) -> list[str]:
+        folder, lock = self.patchset.folder, "upstream.toml"
+        before = self.before | {lock: (folder / lock).read_bytes()}
+        after = self.patchset.texts | {lock: self.lock.text().encode()}
+        stale = {name: text for name, text in after.items() if before.get(name) != text}
+        refuse(FAILED, [f"patches/{name} is stale: run `make lock`" for name in stale] * only_check)
+        git.write_files(folder, stale)
+        return [f"wrote patches/{name}" for name in stale] or ["patches and lock are up to date"]
+
+    def adopt(self) -> None:
+        """Record in the journal that the files of the edited checkout are those of the new lock."""
+        if not self.edited:
+            return
+        before, last = series.originals(self.edited), series.last_tree(self.edited)
+        known = self.journal.paths
+        paths = {path: one for path, one in known.items() if path in self.patchset.overlay}
+        for path, data in ((path, data) for path, data in before.items() if data != last[path]):
+            now = self.checkout.look(path)
+            original = known[path].original if path in known else replace(now, data=data)
+            paths[path] = Known(original, [sha256(now.data)])
+        self.journal.write(paths)
 
 
-def _file(one: Patched) -> str:
-    return one.name.rpartition("/")[2]
+def _owner(patched: list[Patched], path: str, number: str | None) -> Patched:
+    """Return the patch that an edit of ``path`` belongs to.
 
-
-def _refresh_next(
-    patchset: PatchSet,
-    tree: dict[str, bytes],
-    only_check: bool,
-    journal: Journal,
-    into: Collection[str],
-) -> list[str]:
-    """Take the edits of a checkout of the next version: a patch that takes one becomes its own."""
-    patches, own = patchset.series(patchset.lock.next), patchset.own()
-    patched = series.build(patches, tree.get)
-    owners = _take_edits(patchset, journal, patched, into, tree)
-    for one in (patched[index] for index in owners.values()):
-        one.name = f"{NEXT}/{_file(one)}"
-        own[one.name] = one.text() or one.header
-    base = patchset.series()
-    texts = base | _lock_next(patchset, with_own(base, own), tree)
-    lines = [f"{len(owners)} edited", *owners]
-    lines += _write(patchset, base | patchset.own(), texts, only_check)
-    _adopt(patchset, journal.checkout, patched)
-    return lines
-
-
-def _lock_next(patchset: PatchSet, patches: Texts, tree: dict[str, bytes]) -> Texts:
-    """Update the next version's part of the lock; return the canonical texts of its own patches.
-
-    tree: its files.
+    It is the one with the number, if there is one, else the only one that touches the file.
     """
-    lock = patchset.lock
-    try:
-        patched = series.build(patches, tree.get)
-    except OverlayError as error:
-        raise OverlayError(FAILED, f"on {lock.next}: {error.lines[0]}") from None
-    own = {one.name: one.text() or one.header for one in patched if one.name != _file(one)}
-    made = series.last_tree(patched)
-    made |= {path: ours.read_bytes() for path, ours in patchset.overlay.items() if path in tree}
-    lock.files[lock.next] = {p: [sha256(tree[p]), sha256(made[p])] for p in sorted(made)}
-    lock.next_patches = {name: sha256(text) for name, text in own.items()}
-    digest = patchset.next_digest(with_own(patches, own))
-    lock.versions[lock.next] = replace(lock.versions[lock.next], digest=digest)
-    return own
-
-
-def _notice_stale(patchset: PatchSet, patches: Texts, only_check: bool) -> list[str]:
-    """Return a line, or refuse, if the next version's part of the lock was made of others."""
-    version = patchset.lock.next
-    if not version or patchset.next_digest(patches) == patchset.lock.versions[version].digest:
-        return []
-    line = f"{version} in the lock is stale: refresh with --next GITDIR"
-    refuse(FAILED, [line] * only_check)
-    return [line]
-
-
-def _write(patchset: PatchSet, patches: Texts, texts: Texts, only_check: bool) -> list[str]:
-    folder, files = patchset.patch_dir, texts | {"upstream.toml": patchset.lock.text().encode()}
-    present = patches | {"upstream.toml": (folder / "upstream.toml").read_bytes()}
-    stale = [name for name, text in files.items() if present.get(name) != text]
-    gone = [name for name in patches if name not in files]
-    if only_check:
-        lines = [f"patches/{name} is stale: run `make lock`" for name in stale + gone]
-        refuse(FAILED, lines)
-    git.write_files(folder, {name: files[name] for name in stale})
-    for name in gone:
-        (folder / name).unlink()
-    return [f"wrote patches/{name}" for name in stale] or ["patches and lock are up to date"]
-
-
-def _adopt(patchset: PatchSet, checkout: Checkout, patched: list[Patched]) -> None:
-    """Record in the checkout's journal that its present files are those of the new lock."""
-    with Journal.locked(checkout) as journal:
-        paths = {path: known for path, known in journal.paths.items() if path in patchset.overlay}
-        for path, data in series.originals(patched).items():
-            now = checkout.look(path)
-            known = journal.paths.get(path, Known(replace(now, data=data), []))
-            paths[path] = Known(known.original, [now.state])
-        journal.write(paths)
+    if number:
+        is_it = [one.name.removeprefix(NEXT).startswith(f"{number}-") for one in patched]
+        if True not in is_it:
+            raise OverlayError(FAILED, f"--into {number}: no patches/{number}-*.patch")
+        return patched[is_it.index(True)]
+    found = [one for one in patched if path in one.files]
+    if len(found) != 1:
+        names = ", ".join(one.name for one in found) or "no patch"
+        raise OverlayError(FAILED, f"{path} belongs to {names}: name one with --into NNNN:{path}")
+    return found[0]

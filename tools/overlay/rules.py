@@ -35,10 +35,13 @@ def check(patchset: PatchSet) -> str:
     """
     wrong, total, patches = [], 0, patchset.series()
     replaced = declared(patchset.root)
-    for name, patch in (patches | patchset.own()).items():
+    for name, patch in patchset.texts.items():
         header, diff = split(patch)
         changed = git.changed_lines(diff)
         total += changed if name in patches else 0
+        wrong += [f"patches/{name} changes nothing: fill or delete it"] * (
+            name in patches and not diff
+        )
         wrong += [f"patches/{name}: {problem}" for problem in _header(header, changed)]
     for number, most, what in (
         (len(patches), MOST_PATCHES, "patches: {} patches, over {}"),
