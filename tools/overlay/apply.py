@@ -19,13 +19,11 @@ Goal = dict[str, Entry]  # what our paths get
 
 def run(patchset: PatchSet, checkout: Checkout, how: str | None) -> list[str]:
     """Apply, or do what ``how`` says, the name of a flag; return the lines to print."""
-    if how in ("check", "status"):
-        one = Application(patchset, Journal(checkout))
-        return one.status() if how == "status" else one.apply(only_check=True)
     with alone(checkout):
         one = Application(patchset, Journal(checkout))
-        one.journal.tidy()
-        return one.revert() if how == "revert" else one.apply(how == "link")
+        if how == "status":
+            return one.status()
+        return one.revert() if how == "revert" else one.apply(how == "link", how == "check")
 
 
 class Application:
@@ -33,9 +31,9 @@ class Application:
 
     def __init__(self, patchset: PatchSet, journal: Journal):
         self.patchset, self.journal, self.checkout = patchset, journal, journal.checkout
-        self.known = journal.paths
+        self.states = journal.states
 
-    def apply(self, link: bool = False, only_check: bool = False) -> list[str]:
+    def apply(self, link: bool, only_check: bool) -> list[str]:
         """Bring the checkout to the present state of the patch set; links stay links."""
         goal, notices = self._goal(link)
         if self.journal.has(goal):
@@ -43,7 +41,7 @@ class Application:
         changes = self.journal.changes(goal)
         if only_check:
             return [f"would change {_count(changes)}", *changes, *notices]
-        done = f"{'updated' if self.known else 'applied'}: {_count(changes)} changed"
+        done = f"{'updated' if self.states else 'applied'}: {_count(changes)} changed"
         self.journal.move(goal)
         return [done, *notices]
 
@@ -51,7 +49,7 @@ class Application:
         """Restore the originals, byte for byte."""
         self._refuse_edits({})
         done = f"reverted: {_count(self.journal.changes({}))} changed"
-        done = done if self.known else "not applied"
+        done = done if self.states else "not applied"
         self.journal.move({})
         return [done]
 
@@ -59,17 +57,16 @@ class Application:
         """Return one of applied, not applied, modified since, partly applied; then the files."""
         if edited := self._edits({}):
             return ["modified since", *edited]
-        states = {path: known.states[-1] for path, known in self.known.items()}
-        if lost := [path for path, last in states.items() if self._now(path) != last]:
+        if lost := [path for path, known in self.states.items() if self._now(path) != known[-1]]:
             return ["partly applied: apply again to repair", *lost]
-        first = f"applied: {_count(states)}" if states else "not applied"
+        first = f"applied: {_count(self.states)}" if self.states else "not applied"
         try:
             goal, notices = self._goal()
         except OverlayError as refusal:
-            if refusal.code == NOT_THE_PIN and not states:
+            if refusal.code == NOT_THE_PIN and not self.states:
                 raise
             return [first, *refusal.lines]
-        if states and not self.journal.has(goal):
+        if self.states and not self.journal.has(goal):
             first = "applied: an earlier state of the patch set; apply again to update"
         return [first, *notices]
 
@@ -80,43 +77,39 @@ class Application:
             OverlayError: the checkout differs from the lock, or local edits would be lost.
         """
         contents, notices = self._contents()
-        link = link or any(known.states[-1].startswith(LINK) for known in self.known.values())
+        link = link or any(known[-1].startswith(LINK) for known in self.states.values())
         goal = {path: Entry(d, self.journal.before(path).mode) for path, d in contents.items()}
         goal |= {path: self._ours(path, link) for path in self.patchset.overlay}
         self._refuse_edits(goal)
         locked = self.patchset.lock.files[self.checkout.version]
-        new = goal.keys() - self.known.keys() - locked.keys()
+        new = goal.keys() - self.states.keys() - locked.keys()
         foreign = [p for p in sorted(new) if self._now(p) not in (None, state(goal[p]))]
         refuse(LOCAL_EDITS, [f"{path} exists, and is not ours" for path in foreign])
         return goal, notices
 
     def _contents(self) -> tuple[git.Files, list[str]]:
         """Return what the patches make of upstream's files, and notices of those left out."""
-        lock, version, wrong = self.patchset.lock, self.checkout.version, []
+        lock, version, read = self.patchset.lock, self.checkout.version, self.journal.read
         self.checkout.check_version(lock.files)
-        hashes = {}
-        for path, (before, after) in lock.files[version].items():
-            data = self.journal.read(path)
-            if data is None and series.is_git_only(path):
-                continue
-            hashes[path] = after
-            if (found := data and sha256(data)) == after:
-                what = "is patched already, but its original is lost: restore it or fetch anew"
-                wrong.append(f"{path} {what}")
-            elif found != before:
-                what = "differs from the lock, as git diff shows" if found else "is missing"
-                wrong.append(f"{path} {what}: restore it or fetch anew")
-        refuse(DIFFERS_FROM_LOCK, wrong)
-        patched, notices = series.build(self.patchset.series(version), self.journal.read), []
+        table = {
+            path: sides
+            for path, sides in lock.files[version].items()
+            if read(path) is not None or not series.is_git_only(path)
+        }
+        wrong = [path for path, (sha, _) in table.items() if sha256(read(path) or b"") != sha]
+        what = "differs from the lock, as git diff shows: restore it or fetch anew"
+        refuse(DIFFERS_FROM_LOCK, [f"{path} {what}" for path in wrong])
+        patched, notices = series.build(self.patchset.series(version), read), []
         for one in [one for one in patched if one.left_out]:
             paths = git.paths_of(one.diff)
-            absent = " or ".join(path for path in paths if self.journal.read(path) is None)
+            absent = " or ".join(path for path in paths if read(path) is None)
             notices.append(f"left out: {one.name}: only git checkouts have {absent}")
-            hashes = {path: after for path, after in hashes.items() if path not in paths}
-        contents = series.last_tree(patched)
-        overlay = {p: ours.read_bytes() for p, ours in self.patchset.overlay.items() if p in hashes}
-        made = {path: sha256(data) for path, data in (contents | overlay).items()}
-        stale = [p for p in sorted(made.keys() | hashes) if made.get(p) != hashes.get(p)]
+            table = {path: sides for path, sides in table.items() if path not in paths}
+        contents, overlay = series.last_tree(patched), self.patchset.overlay
+        made = contents | {path: overlay[path].read_bytes() for path in overlay.keys() & table}
+        made = {path: sha256(data) for path, data in made.items()}
+        wanted = {path: after for path, (_, after) in table.items()}
+        stale = [path for path in sorted(made | wanted) if made.get(path) != wanted.get(path)]
         refuse(FAILED, [f"{path} differs from the lock: run `make lock`" for path in stale])
         return contents, notices
 
@@ -135,8 +128,8 @@ class Application:
     def _edits(self, goal: Goal) -> list[str]:
         """Return the paths of ours that are neither as we left them nor as they were before."""
         expected = {
-            path: {None, state(known.original), *known.states, state(goal.get(path))}
-            for path, known in self.known.items()
+            path: {None, state(self.journal.originals[path]), *known, state(goal.get(path))}
+            for path, known in self.states.items()
         }
         return [path for path, states in expected.items() if self._now(path) not in states]
 

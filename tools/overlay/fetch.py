@@ -54,8 +54,8 @@ def packed(version: Version, root: Path, directory: Path | None = None) -> Path 
             if version.sdist:
                 made = _download(version, Path(work))
             else:  # the id of a commit is its hash
-                pack = ["archive", "--prefix=main/", f"--output={made}", version.commit]
-                _call("git archive failed", ["git", f"--git-dir={_git_dir(directory)}", *pack])
+                pack = ["archive", "--prefix=main/", f"--output={made.resolve()}", version.commit]
+                _call("git archive failed", ["git", "-C", str(directory), *pack])
             os.replace(made, cached)
     found = version.sdist and sha256(cached.read_bytes())
     if found != version.sdist_sha256:
@@ -63,10 +63,6 @@ def packed(version: Version, root: Path, directory: Path | None = None) -> Path 
         what = f"{cached.name} has sha256 {found}, the lock wants {version.sdist_sha256}"
         raise OverlayError(DIFFERS_FROM_LOCK, f"{what}: file removed")
     return cached
-
-
-def _git_dir(folder: Path) -> Path:
-    return folder / ".git" if (folder / ".git").exists() else folder
 
 
 def _download(version: Version, work: Path) -> Path:

@@ -14,50 +14,47 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from overlay.checkout import LINK, STATE_DIR, Checkout, Entry, check_relative, state
 from overlay.errors import FAILED, OverlayError
 
-
-@dataclass
-class Known:
-    """One path of ours.
-
-    original: what lay there before. states: those that we gave it; several only while a run is
-    under way or after it was killed.
-    """
-
-    original: Entry | None
-    states: list[str | None]
+Entries = dict[str, Entry | None]  # by path; None: no file
 
 
 @contextlib.contextmanager
 def alone(checkout: Checkout) -> Iterator[None]:
-    """Wait until no other run is at work in the checkout, and keep others out."""
+    """Keep other runs out of the checkout; refuse if one is at work."""
     descriptor = os.open(checkout.root, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+    except BlockingIOError:
+        raise OverlayError(FAILED, f"another run is at work in {checkout.root}") from None
     finally:
         os.close(descriptor)
 
 
 class Journal:
-    """The journal of one checkout. Without one, nothing is applied, and ``paths`` is empty."""
+    """The journal of one checkout. Without one, nothing is applied, and it has no paths.
+
+    originals: what lay at each path of ours before. states: those that we gave it; several, and
+    None, only while a run is under way or after it was killed.
+    """
 
     def __init__(self, checkout: Checkout):
         self.checkout = checkout
         self._folder = checkout.root / STATE_DIR
         self._file = self._folder / "applied.json"
-        if self._folder.is_symlink() or (self._folder.exists() and not self._folder.is_dir()):
+        self.originals: Entries = {}
+        self.states: dict[str, list[str | None]] = {}
+        if self._folder.is_symlink():
             raise OverlayError(FAILED, f"{self._folder} is not a folder of this tool: refused")
-        self.paths: dict[str, Known] = {}
         try:
             for path, (mode, text, states) in json.loads(self._file.read_text()).items():
                 original = None if mode is None else Entry(text.encode("latin-1"), mode)
-                self.paths[check_relative(path, self._file.name)] = Known(original, states)
+                self.originals[check_relative(path, self._file.name)] = original
+                self.states[path] = states
         except FileNotFoundError:
             pass
         except (OSError, ValueError, TypeError, AttributeError):
@@ -65,32 +62,24 @@ class Journal:
             cure = f"restore it, revert by that version, or remove {checkout.root} and fetch anew"
             raise OverlayError(FAILED, f"{what}: {cure}") from None
 
-    def tidy(self) -> None:
-        """Remove what a killed run may have left."""
-        (self._folder / "tmp").unlink(missing_ok=True)
-
     def before(self, path: str) -> Entry | None:
         """Return what lay at a path before the overlay."""
-        return self.paths[path].original if path in self.paths else self.checkout.look(path)
+        return self.originals[path] if path in self.originals else self.checkout.look(path)
 
     def read(self, path: str) -> bytes | None:
         """Return a file as it was before the overlay; None if there was no regular one."""
         entry = self.before(path)
         return entry.data if entry and entry.mode != LINK else None
 
-    def targets(self, goal: dict[str, Entry]) -> dict[str, Entry | None]:
-        """Return what each path gets when the paths of ``goal``, and no others, become ours."""
-        return {path: known.original for path, known in self.paths.items()} | goal
-
     def changes(self, goal: dict[str, Entry]) -> list[str]:
-        """Return the paths that must change to get there."""
-        targets = sorted(self.targets(goal).items())
+        """Return the paths that change when those of ``goal``, and no others, become ours."""
+        targets = sorted((self.originals | goal).items())
         return [path for path, to in targets if state(self.checkout.look(path)) != state(to)]
 
     def has(self, goal: dict[str, Entry]) -> bool:
         """Return whether ``goal`` is applied: in the journal, and in the checkout."""
-        known = {path: known.states for path, known in self.paths.items()}
-        return known == {path: [state(to)] for path, to in goal.items()} and not self.changes(goal)
+        states = {path: [state(entry)] for path, entry in goal.items()}
+        return self.states == states and not self.changes(goal)
 
     def move(self, goal: dict[str, Entry]) -> None:
         """Make the paths of ``goal`` ours, and restore the originals of all others.
@@ -98,37 +87,37 @@ class Journal:
         Raises:
             OverlayError: the operating system refused a step; all changes are undone.
         """
-        old, targets = self.paths, self.targets(goal)
+        before, old = self.originals, self.states
+        targets = before | goal
         now = {path: self.checkout.look(path) for path in targets}
-        known = {path: old.get(path) or Known(self.before(path), []) for path in goal}
-        ours = {path: state(to) for path, to in goal.items()}
-        both = {path: Known(k.original, [*k.states, ours[path]]) for path, k in known.items()}
-        self.write(old | both)
+        originals = {path: self.before(path) for path in goal}
+        new = {path: [state(entry)] for path, entry in goal.items()}
+        both = {path: [None, *old.get(path, []), *new.get(path, [])] for path in targets}
+        self.write(before | originals, both)
         try:
             self._change(targets)
         except OSError as error:
             self._change(now)
-            self.write(old)
-            path = error.filename2 or error.filename
-            what = f"{path}: {error.strerror}: the checkout is as before"
-            raise OverlayError(FAILED, what) from None
-        self.write({path: Known(k.original, [ours[path]]) for path, k in known.items()})
+            self.write(before, old)
+            what = f"{error.filename2 or error.filename}: {error.strerror}"
+            raise OverlayError(FAILED, f"{what}: the checkout is as before") from None
+        self.write(originals, new)
 
-    def write(self, paths: dict[str, Known]) -> None:
-        self.paths = paths
-        if not paths:
+    def write(self, originals: Entries, states: dict[str, list]) -> None:
+        """Write the journal; without paths, remove it."""
+        self.originals, self.states = originals, states
+        if not originals:
             self._file.unlink(missing_ok=True)
             shutil.rmtree(self._folder, ignore_errors=True)
             return
         table = {}
-        for path, known in sorted(paths.items()):
-            one = known.original
-            table[path] = [one and one.mode, one and one.data.decode("latin-1"), known.states]
+        for path, one in sorted(originals.items()):
+            table[path] = [one and one.mode, one and one.data.decode("latin-1"), states[path]]
         self._folder.mkdir(exist_ok=True)
         self._replace(self._folder / ".gitignore", Entry(b"*\n"))
         self._replace(self._file, Entry(json.dumps(table, indent=1).encode()))
 
-    def _change(self, targets: dict[str, Entry | None]) -> None:
+    def _change(self, targets: Entries) -> None:
         """Give each path its target, and touch none that has it."""
         for relative, target in sorted(targets.items()):
             path = self.checkout.root / relative

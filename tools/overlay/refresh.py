@@ -11,10 +11,10 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from overlay import git, series
-from overlay.checkout import Checkout, sha256
+from overlay.checkout import Checkout, sha256, state
 from overlay.errors import FAILED, OverlayError, refuse
 from overlay.fetch import upstream
-from overlay.journal import Journal, Known
+from overlay.journal import Journal
 from overlay.patchset import NEXT, PatchSet
 from overlay.series import Patched
 
@@ -74,14 +74,14 @@ class Refresh:
 
     def take_edits(self, into: Collection[str]) -> list[str]:
         """Put the edits of the checkout into patches, on the next version into its own."""
-        known, version, edits = self.journal.paths, self.checkout.version, []
+        known, version, edits = self.journal.states, self.checkout.version, []
         self.checkout.check_version([one for one in (self.lock.pin, self.lock.next) if one])
         if not known:
             return ["0 edited: nothing is applied"]
         patched, (tree, original) = self._build(version), self._upstream(version)
         applied = series.last_tree(patched)
         for path, data in applied.items():
-            if path not in known or known[path].states[-1] != sha256(data):
+            if path not in known or known[path][-1] != sha256(data):
                 what = f"{self.checkout.root} has not the present patches applied (see {path})"
                 raise OverlayError(FAILED, what)
         named = {path: number for number, _, path in (one.partition(":") for one in into)}
@@ -145,13 +145,13 @@ class Refresh:
         if not self.edited:
             return
         before, last = series.originals(self.edited), series.last_tree(self.edited)
-        known = self.journal.paths
-        paths = {path: one for path, one in known.items() if path in self.patchset.overlay}
-        for path, data in ((path, data) for path, data in before.items() if data != last[path]):
+        known, states, overlay = self.journal.originals, self.journal.states, self.patchset.overlay
+        originals = {path: one for path, one in known.items() if path in overlay}
+        for path in (path for path, data in before.items() if data != last[path]):
             now = self.checkout.look(path)
-            original = known[path].original if path in known else replace(now, data=data)
-            paths[path] = Known(original, [sha256(now.data)])
-        self.journal.write(paths)
+            originals[path] = known.get(path) or replace(now, data=before[path])
+            states[path] = [state(now)]
+        self.journal.write(originals, states)
 
 
 def _owner(patched: list[Patched], path: str, number: str | None) -> Patched:

@@ -10,7 +10,7 @@ from email import message_from_bytes
 from pathlib import Path
 
 from overlay import git
-from overlay.errors import FAILED, OverlayError
+from overlay.errors import FAILED, refuse
 from overlay.patchset import PatchSet
 from overlay.series import split
 from overlay.source import imported, module_name, prefixes, uses
@@ -39,10 +39,8 @@ def check(patchset: PatchSet) -> str:
         header, diff = split(patch)
         changed = git.changed_lines(diff)
         total += changed if name in patches else 0
-        wrong += [f"patches/{name} changes nothing: fill or delete it"] * (
-            name in patches and not diff
-        )
-        wrong += [f"patches/{name}: {problem}" for problem in _header(header, changed)]
+        empty = ["it changes nothing: fill or delete it"] * (name in patches and not diff)
+        wrong += [f"patches/{name}: {problem}" for problem in [*empty, *_header(header, changed)]]
     for number, most, what in (
         (len(patches), MOST_PATCHES, "patches: {} patches, over {}"),
         (total, MOST_LINES, "patches: {} changed lines, over {}"),
@@ -50,8 +48,7 @@ def check(patchset: PatchSet) -> str:
     ):
         wrong += [what.format(number, most)] if number > most else []
     wrong += _replacements(replaced, set(_in_product(patchset)))
-    if wrong:
-        raise OverlayError(FAILED, *wrong)
+    refuse(FAILED, wrong)
     return (
         f"{len(patches)} patch headers are in order, {total} changed lines; "
         f"{len(replaced)} replacements at run time are declared"
