@@ -30,7 +30,6 @@ def assert_refused(ends, *texts: str) -> None:
         (["--metrics-out", FILE.parent], ["--metrics-out", "cannot write there (Is a directory)"]),
         (["--load", FILE.parent], [f"--load {FILE.parent}: no checkpoint there"]),
         (["--pretrained-checkpoint", FILE.parent], ["no checkpoint there"]),
-        (["--picture", "layout.png"], ["--picture is for --dry-run RANKS: give both"]),
         (["--dry-run", "0"], ["--plan N and --dry-run RANKS take 1 or more"]),
         pytest.param(
             ["--device", "cuda"],

@@ -103,10 +103,6 @@ def run(argv: list[str]) -> None:
     argv = ["--help" if word == "--help-all" else word for word in argv]
     own = own_options(argv)
     asks_only = not own.given.isdisjoint({"--dry-run", "--plan"})
-    if own.plan_json and not own.plan:
-        raise UserError("--plan-json is for --plan N: give both")
-    if own.picture and not own.dry_run:
-        raise UserError("--picture is for --dry-run RANKS: give both")
     if asks_only and ((own.dry_run > 0) == (own.plan > 0) or min(own.dry_run, own.plan) < 0):
         raise UserError("--plan N and --dry-run RANKS take 1 or more, and not both together")
     if own.device == "cuda" and not asks_only and not torch.cuda.is_available():

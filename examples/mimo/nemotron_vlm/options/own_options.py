@@ -134,10 +134,8 @@ class OwnOptions:
     dry_run: int = field(
         default=0, metadata={"argparse_meta": {"nargs": "?", "const": 1, "metavar": "RANKS"}}
     )
-    """print the parameter counts of the model, or of RANKS ranks in the layouts, with their groups
-    and a prediction of their memory and step, and end"""
-    picture: Path | None = None
-    """with --dry-run RANKS, draw who holds what and the timeline of a step to this file"""
+    """print the parameter counts of the model, and a prediction of the memory and step of RANKS
+    ranks in the layouts, and end"""
     plan: int = 0
     """print the fastest layouts for the model and the batch on so many GPUs, and end; --placement
     leaves out the other"""
@@ -148,8 +146,6 @@ class OwnOptions:
     plan_tiles: str = ""
     """image tiles of a sample that --plan and --dry-run are for, N[:CHANCE],…, as in
     1:0.3,7:0.5,13:0.2; default: those of --data energon:PATH, or as many as --seq-length holds"""
-    plan_json: Path | None = None
-    """write the plans of --plan to this file"""
 
 
 def add_own_options(parser: argparse.ArgumentParser) -> None:
@@ -186,8 +182,8 @@ data        --data digits|mock|energon:PATH  --pack  --pack-window N  --sample-m
 training    --encoder-lr RATE  --projector-lr RATE  --encoder-weight-decay RATE
             --projector-weight-decay RATE
 output      --config FILE  --metrics-out FILE  --report FILE  --log-file FILE
-before      --dry-run [RANKS]  --picture FILE  --plan GPUS  --plan-gpu NAME
-            --plan-gpus-per-node N  --plan-tiles TILES  --plan-json FILE
+before      --dry-run [RANKS]  --plan GPUS  --plan-gpu NAME  --plan-gpus-per-node N
+            --plan-tiles TILES
 
 Megatron's options are taken as well: --train-iters N, --global-batch-size N, --lr RATE,
 --save DIR, --load DIR, --bf16, ...; --help-all lists them all, with what each does."""

@@ -1,164 +1,205 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs of a row of tokens, as the planner counts them: images, clips of video, and sounds.
+"""What the planner reads of the command line, and the inputs of the rows of tokens.
 
-They are those of the data, if ``--data`` names shards that are there. Otherwise they are of the
-usual size: as many images as the row holds, beside one input of each other encoder.
+The inputs are those of the first rows that training would read, by the survey's sizes. Where the
+shards are not there, rows are full of images, as mock samples are.
 """
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Layout
-from examples.mimo.nemotron_vlm.data import ENERGON, make_source
-from examples.mimo.nemotron_vlm.data.rows import SIZE, WORK, Packing, Rows
-from examples.mimo.nemotron_vlm.data.sample import IMAGES, most_tiles
+from examples.mimo.nemotron_vlm.data import DIGITS, ENERGON, make_source
+from examples.mimo.nemotron_vlm.data.rows import SIZE, Packing, Rows
+from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.encoders import Encoder
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
+from examples.mimo.nemotron_vlm.model.part_settings import ModelPart
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
+from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine
+from examples.mimo.nemotron_vlm.planner.plan import Plan, StateBytes, Task
+from megatron.training.training import num_floating_point_operations
+
+if TYPE_CHECKING:  # Megatron's parser is slow to import
+    from examples.mimo.nemotron_vlm.options.arguments import Options
+
+DRAWN = 1000
+"""Rows that ``--plan-tiles`` stands for."""
 
 
-@dataclass(frozen=True)
 class Inputs:
-    """An encoder's inputs in a row.
+    """An encoder's inputs in some rows of tokens, which stand for all rows.
 
-    mean, deviation: their number; the deviation counts inputs of mean work. sizes: those of some
-    inputs, whose means the planner takes; the usual one if there are none.
+    Args:
+        rows: sizes of the inputs of each row, int64 [inputs].
     """
 
-    mean: float
-    deviation: float = 0.0
-    sizes: tuple[int, ...] = ()
+    def __init__(self, encoder: Encoder, rows: list[np.ndarray]) -> None:
+        self.encoder, self.sizes, self._rows = encoder, np.concatenate(rows), len(rows)
+        self._row = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
 
-    @classmethod
-    def parse(cls, text: str) -> Inputs:
-        """Parse N[:CHANCE],…, numbers of tiles with their chances, which need not add up to 1.
+    @cached_property
+    def embeddings(self) -> np.ndarray:
+        """Rows of the language model that each input becomes, int64 [inputs]."""
+        return self.encoder.rows(self.sizes)
 
-        Raises:
-            UserError: a part is something else.
+    def mean(self, values: np.ndarray, rows: float = 1.0) -> float:
+        """Return the mean of ``rows`` rows for values of each input, [inputs]; half a row has at
+        least one input."""
+        found = rows * float(values.sum()) / self._rows
+        return max(found, float(values.mean())) if rows < 1 and len(values) else found
+
+    def most(self, values: np.ndarray, rows: float) -> float:
+        """Return the most that ``rows`` rows in succession have, for values of each input.
+
+        Half a row has half of its inputs, and at least one.
         """
-        chances = {}
-        for part in text.split(","):
-            count, _, chance = part.partition(":")
-            try:
-                chances[int(count)] = float(chance or 1)
-            except ValueError:
-                raise UserError(f"--plan-tiles {text}: {part} is not N or N:CHANCE") from None
-        if min(chances) < 0 or not min(chances.values()) > 0:
-            raise UserError(f"--plan-tiles {text}: tiles must be 0 or more, chances above 0")
-        counts, weights = list(chances), list(chances.values())
-        mean = float(np.average(counts, weights=weights))
-        return cls(mean, float(np.average((np.array(counts) - mean) ** 2, weights=weights)) ** 0.5)
+        if not len(values):
+            return 0.0
+        count = math.ceil(rows)
+        of_row = np.bincount(self._row, values, self._rows)
+        before = np.cumsum([0.0, *np.resize(of_row, max(count, self._rows))])
+        sums = before[count:] - before[:-count]
+        return float(max(sums.max() * rows / count, values.max()))
 
-    @classmethod
-    def of_rows(cls, rows: list[np.ndarray]) -> Inputs:
-        """Count the inputs of rows, as `Rows.inputs` returns them."""
-        flat = np.concatenate(rows)
-        if not len(flat):
-            return cls(0.0)
-        work = np.array([row[:, WORK].sum() for row in rows]) / flat[:, WORK].mean()
-        return cls(len(flat) / len(rows), float(work.std()), tuple(flat[:, SIZE].tolist()))
+    def most_kept(
+        self,
+        own: Layout,
+        rows: float,
+        frozen: frozenset[ModelPart],
+        first: bool = True,
+        last: bool = True,
+    ) -> float:
+        """Return the most elements that a rank of one stage keeps of the inputs of ``rows`` rows.
 
-    def sizes_for(self, encoder: Encoder) -> np.ndarray:
-        """Return the sizes, int64 [inputs]."""
-        return np.array(self.sizes or (encoder.usual,), np.int64)
-
-
-class Mean(NamedTuple):
-    """Means of an encoder's inputs: rows, operations by kind, elements that TP ranks sum."""
-
-    rows: float
-    work: dict[str, float]
-    reduced: float
-
-    @property
-    def operations(self) -> float:
-        """Operations of forward and backward."""
-        return sum(self.work.values())
-
-
-@cache
-def mean_of(encoder: Encoder, inputs: Inputs, width: int) -> Mean:
-    """Return the means of an encoder's inputs; ``width`` is the language model's hidden size."""
-    sizes = inputs.sizes_for(encoder)
-    work = {kind: float(each.mean()) for kind, each in encoder.work(sizes, width).items()}
-    return Mean(float(encoder.rows(sizes).mean()), work, float(encoder.reduced(sizes).mean()))
-
-
-@cache
-def kept_of(encoder: Encoder, inputs: Inputs, own: Layout, first: bool, last: bool) -> float:
-    """Return the mean elements that a rank of one stage keeps of an input; see `Encoder.kept`."""
-    return float(encoder.kept(inputs.sizes_for(encoder), own, first, last).mean())
-
-
-def operations_of_row(preset: VLMPreset, inputs: Iterable[Inputs]) -> float:
-    """Return the operations of all encoders for a row, forward and backward."""
-    pairs = zip(preset.encoders, inputs, strict=True)
-    width = preset.language.hidden_size
-    return sum(each.mean * mean_of(encoder, each, width).operations for encoder, each in pairs)
+        A frozen encoder keeps nothing, but its projector may still be trained.
+        """
+        encoder = self.encoder
+        if (encoder.name, "encoder") in frozen:
+            if (encoder.name, "projector") in frozen:
+                return 0.0
+            encoder, first = replace(encoder, layers=0), False
+        return self.most(encoder.kept(self.sizes, own, first, last), rows)
 
 
 def inputs_of(args: Namespace, preset: VLMPreset) -> tuple[Inputs, ...]:
-    """Return the inputs of each encoder that the program's options ask for.
+    """Return the inputs of each encoder.
 
     Raises:
         UserError: the data cannot be opened, or the inputs do not fit the sequence.
     """
     own, _, path = args.data.partition(ENERGON)
-    if path and not own and Path(path).exists():
-        packing = Packing(args.pack_window, args.sample_multiple) if args.pack else None
-        rows = Rows(make_source(args, preset), "train", args.seq_length, packing, args.seed)
-        width = preset.language.hidden_size
-        first = rows.first()
-        counted = [Inputs.of_rows(rows.inputs(first, each, width)) for each in preset.encoders]
-    else:
-        counted = list(most_that_fit(preset, args.seq_length))
-    if args.plan_tiles:
-        counted[preset.names.index(IMAGES)] = Inputs.parse(args.plan_tiles)
-    check(preset, counted, args.seq_length)
-    return tuple(counted)
-
-
-def most_that_fit(preset: VLMPreset, seq_length: int) -> tuple[Inputs, ...]:
-    """Return inputs of the usual size: as many images as the tokens allow, as mock samples have.
-
-    An encoder of something else has one input, so short that half of the tokens are left.
-    """
-    found, room = {}, seq_length
-    for each in preset.encoders:
-        if each.name != IMAGES:
-            size = each.usual
-            while size > 1 and each.rows(np.array([size]))[0] > seq_length / 2:
-                size //= 2
-            found[each.name] = Inputs(1.0, sizes=(size,))
-            room -= int(each.rows(np.array([size]))[0])
-    images = mean_of(preset.images, Inputs(1.0), preset.language.hidden_size).rows
-    found[IMAGES] = Inputs(float(max(1, most_tiles(int(images), room))))
-    return tuple(found[name] for name in preset.names)
-
-
-def check(preset: VLMPreset, inputs: Iterable[Inputs], seq_length: int) -> None:
-    """Refuse more inputs than a row has tokens for."""
-    means = [
-        (each.mean, mean_of(encoder, each, 1).rows, encoder.plural)
-        for encoder, each in zip(preset.encoders, inputs, strict=True)
+    is_there = path and not own and Path(path).exists()
+    opened = args if is_there else Namespace(**vars(args) | {"data": "mock"})
+    packing = Packing(args.pack_window, args.sample_multiple) if args.pack and is_there else None
+    tiles = args.plan_tiles or args.data.partition(DIGITS)[2]
+    rows = Rows(make_source(opened, preset), "train", args.seq_length, packing, args.seed)
+    first, width = rows.first(), preset.language.hidden_size
+    found = [
+        tiles_of(tiles, each)
+        if tiles and each.name == IMAGES
+        else Inputs(each, [row[:, SIZE] for row in rows.inputs(first, each, width)])
+        for each in preset.encoders
     ]
-    if sum(mean * rows for mean, rows, _ in means) > seq_length:
-        named = (f"{mean:g} {plural} of {rows:g} tokens" for mean, rows, plural in means if mean)
-        raise UserError(f"{' and '.join(named)} do not fit --seq-length {seq_length}")
+    tokens = sum(each.mean(each.embeddings) for each in found)
+    if tokens > args.seq_length:
+        what = f"{words_of(preset, found)}: {tokens:.0f} tokens"
+        raise UserError(f"{what} do not fit --seq-length {args.seq_length}")
+    return tuple(found)
 
 
-def words_of(preset: VLMPreset, inputs: Iterable[Inputs]) -> str:
-    """Return the number of inputs of each encoder, as words."""
-    return ", ".join(
-        f"{each.mean:.3g}{f'±{each.deviation:.1f}' * (each.deviation > 0)} {encoder.plural}"
-        for encoder, each in zip(preset.encoders, inputs, strict=True)
+def tiles_of(text: str, encoder: Encoder) -> Inputs:
+    """Return the rows of ``--plan-tiles`` N[:CHANCE],…; chances need not add up to 1.
+
+    Raises:
+        UserError: the text is something else.
+    """
+    try:
+        pairs = [part.partition(":") for part in text.split(",")]
+        chances = {int(count): float(chance or 1) for count, _, chance in pairs}
+        if min(chances) < 0 or not min(chances.values()) > 0:
+            raise ValueError
+    except ValueError:
+        what = "is not N or N:CHANCE,… with N of 0 or more and chances above 0"
+        raise UserError(f"--plan-tiles {text} {what}") from None
+    bounds = np.cumsum([0, *chances.values()]) / sum(chances.values())
+    counts = np.repeat(list(chances), np.diff(np.rint(bounds * DRAWN).astype(int)))
+    counts = np.random.default_rng(0).permutation(counts)
+    return Inputs(encoder, [np.full(count, encoder.usual) for count in counts])
+
+
+def words_of(preset: VLMPreset, inputs: tuple[Inputs, ...] | list[Inputs]) -> str:
+    """Return the inputs of a mean row as words, and the patches of the largest."""
+    counts = (f"{each.mean(np.ones(len(each.sizes))):.3g} {each.encoder.plural}" for each in inputs)
+    images = inputs[preset.names.index(IMAGES)]
+    patches = preset.images.count_patches(images.sizes)
+    largest = f"{images.mean(patches):,.0f} patches, the largest {images.most(patches, 1):,.0f}"
+    return f"{', '.join(counts)} a row ({largest})"
+
+
+def state_of(args: Namespace, in_16_bits: bool) -> StateBytes:
+    """Return what Adam of Megatron's distributed optimizer keeps for each parameter.
+
+    It keeps two moments and, if the parameters have 16 bits, the weight, each in fp32 unless the
+    options of the precision-aware optimizer say otherwise.
+    """
+    narrow = args.grad_reduce_in_bf16 or args.main_grads_dtype != torch.float32
+    narrow = narrow or (args.fp16 and not args.accumulate_allreduce_grads_in_fp32)
+    kept = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+    kept += args.main_params_dtype.itemsize * in_16_bits
+    on_gpu = 1 - args.optimizer_offload_fraction * args.optimizer_cpu_offload
+    gradient = 2.0 if narrow and in_16_bits else 4.0
+    # The kernel keeps logits and their gradient.
+    logit = 2 * (2.0 if in_16_bits else 4.0) if args.loss_kernel else None
+    return StateBytes(gradient, on_gpu * kept, logit)
+
+
+def machine_of(args: Namespace) -> Machine:
+    """Return the machine that ``--plan-gpu`` and ``--plan-gpus-per-node`` describe."""
+    if args.plan_gpus_per_node < 1:
+        raise UserError("--plan-gpus-per-node must be 1 or more")
+    return replace(find_machine(args.plan_gpu), gpus_per_node=args.plan_gpus_per_node)
+
+
+def task_of(options: Options, machine: Machine, world: int, **chosen: object) -> Task:
+    """Return the run that options describe, on ``world`` GPUs of a machine."""
+    args, preset = options.args, options.preset
+    inputs, width = inputs_of(args, preset), preset.language.hidden_size
+    encoding = sum(each.mean(each.encoder.operations(each.sizes, width)) for each in inputs)
+    counted = Namespace(**vars(args) | {"modality_flops_per_sample": encoding})
+    return Task(
+        preset,
+        world,
+        machine,
+        args.seq_length,
+        args.global_batch_size,
+        inputs,
+        operations=num_floating_point_operations(counted, 1),
+        micro_sizes=(1,) if args.pack else Task.micro_sizes,
+        state=state_of(args, machine.precision == 2),
+        frozen=options.parts.frozen,
+        words=tuple(options.words),
+        **chosen,
     )
+
+
+def plan_of(options: Options) -> Plan:
+    """Return the plan that options ask for, on the GPUs that they name; nothing is reserved."""
+    args, precision = options.args, 2 if options.args.bf16 or options.args.fp16 else 4
+    machine = replace(machine_of(args), precision=precision, reserved_bytes=0.0)
+    recompute = args.recompute_granularity or "none"
+    if recompute == "selective":
+        recompute = "moe" if "moe" in args.recompute_modules else "none"
+    task = task_of(options, machine, args.world_size)
+    return Plan(task, options.layouts, recompute, schedule_of(args))

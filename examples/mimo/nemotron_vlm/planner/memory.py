@@ -1,115 +1,114 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a rank of every pipeline stage: parameters and state exact, activations by formula.
+"""Memory of a rank of every pipeline stage: state + activations × microbatches in flight.
 
 The peak is at the beginning of a backward, when all activations are kept; layers' temporary tensors
-are freed before.
+are freed before. Of the data's rows, those with the largest images count.
 """
 
-from functools import cache
+import numpy as np
 
 from examples.mimo.common.layout import Layout
-from examples.mimo.nemotron_vlm.planner import layers
-from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED, RankBatch
-from examples.mimo.nemotron_vlm.planner.machine import Machine
-from examples.mimo.nemotron_vlm.planner.parameters import chunks_of_stage, held, padded
-from examples.mimo.nemotron_vlm.planner.plan import Plan
-from examples.mimo.nemotron_vlm.planner.schedule import Stage, stages_of_pipeline
-from examples.mimo.nemotron_vlm.planner.stage_order import order_of_stage
+from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED, language_layer, tokens_of
+from examples.mimo.nemotron_vlm.planner.parameters import chunks_of, held
+from examples.mimo.nemotron_vlm.planner.plan import Plan, Stage, stages_of_pipeline
 
 Memory = dict[str, float]
 """Bytes of a rank, by part."""
 
 
-def memory_of(plan: Plan, machine: Machine) -> list[Memory]:
+def memory_of(plan: Plan) -> list[Memory]:
     """Return the bytes of a rank of each pipeline stage, by part."""
-    parts = []
-    for stage in stages_of_pipeline(plan.layouts):
-        kept = _encoder_stage if stage.module == "encoder" else _language_stage
-        state = _state(plan, stage, machine.precision)
-        parts.append(state | kept(plan, machine, stage) | {"reserved": machine.reserved_bytes})
-    return parts
+    reserved = {"reserved": plan.task.machine.reserved_bytes}
+    return [
+        _state(plan, stage)
+        | (_language_stage if stage.encoder is None else _encoder_stage)(plan, stage)
+        | reserved
+        for stage in stages_of_pipeline(plan.layouts)
+    ]
 
 
-def peak(parts: list[Memory]) -> float:
+def peak(plan: Plan) -> float:
     """Return the bytes of the rank that needs most."""
-    return max(sum(part.values()) for part in parts)
+    return max(sum(parts.values()) for parts in memory_of(plan))
 
 
-def _state(plan: Plan, stage: Stage, precision: int) -> Memory:
+def _state(plan: Plan, stage: Stage) -> Memory:
     """Return the bytes of parameters, and of trained ones' gradients and optimizer's shard."""
-    layouts, lay = plan.layouts, plan.layouts.language
-    replicas = *(each.dp for each in layouts.encoders), lay.dp * lay.cp, lay.expt_dp
-    whole = held(plan.preset, layouts, stage)
-    trained = held(plan.preset, layouts, stage, plan.frozen)
-    numbers = [padded(*each) for each in zip(trained, replicas, strict=True)]
-    shards = (number / copies for number, copies in zip(numbers, replicas, strict=True))
+    task, lay = plan.task, plan.layouts.language
+    replicas = *(each.dp for each in plan.layouts.encoders), lay.dp * lay.cp, lay.expt_dp
+    trained = held(task.preset, plan.layouts, stage, task.frozen)
+    shards = (number / copies for number, copies in zip(trained, replicas, strict=True))
     return {
-        "parameters": precision * sum(map(padded, whole, replicas)),
-        "gradients": plan.state.gradient * sum(numbers),
-        "optimizer": plan.state.optimizer * sum(shards),
+        "parameters": task.machine.precision * sum(held(task.preset, plan.layouts, stage)),
+        "gradients": task.state.gradient * sum(trained),
+        "optimizer": task.state.optimizer * sum(shards),
     }
 
 
-def _encoder_stage(plan: Plan, machine: Machine, stage: Stage) -> Memory:
-    (encoder, lay), n = plan.encoders[stage.encoder], stage.number
-    in_flight = min(lay.pp + plan.layouts.language.pp - n, plan.layouts.num_microbatches)
-    kept = plan.most_inputs(encoder, lay) * plan.kept_of(encoder, lay, n == 0, n == lay.pp - 1)
-    return {"encoder activations": in_flight * machine.precision * kept}
+def _encoder_stage(plan: Plan, stage: Stage) -> Memory:
+    inputs, lay = plan.encoders[stage.encoder]
+    n, number = stage.number, plan.layouts.num_microbatches
+    rows = min(lay.pp + plan.layouts.language.pp - n, number) * plan.rows(lay)
+    kept = inputs.most_kept(lay, rows, plan.task.frozen, n == 0, n == lay.pp - 1)
+    return {"encoder activations": plan.task.machine.precision * kept}
 
 
-def _language_stage(plan: Plan, machine: Machine, stage: Stage) -> Memory:
+def _language_stage(plan: Plan, stage: Stage) -> Memory:
     """Return a language stage's bytes; colocated, encoder activations and bridge included."""
-    batch, width = plan.rank_batch(machine), machine.precision
-    number = plan.layouts.num_microbatches
-    logit = plan.state.logit or 4 + width + 4 * batch.fused
-    parts = dict(_language_kept(batch, plan.recompute, number, width, logit, stage.number))
-    if plan.layouts.non_colocated:
+    layouts, width, at_once = plan.layouts, plan.task.machine.precision, plan.encoded_at_once
+    parts = _language_kept(plan, stage.number)
+    if layouts.non_colocated:
         return parts
-    at_once = plan.encoded_at_once
     kept = min(plan.schedule.recompute or at_once, at_once)
-    encoder, bridge, is_first = 0.0, 0.0, stage.number == 0
-    for each, own in plan.encoders:
-        encoder += width * plan.most_inputs(each, own, kept) * plan.kept_of(each, own)
-        consumed = at_once * plan.inputs_of(each).mean * batch.samples * is_first
-        row = batch.p.hidden_size * plan.mean_of(each).rows
-        bridge += width * (plan.most_inputs(each, own, at_once) + 2 * consumed) * row
+    encoder = bridge = 0.0
+    for inputs, own in plan.encoders:
+        encoder += width * inputs.most_kept(own, kept * plan.rows(own), plan.task.frozen)
+        crossing = inputs.most(inputs.embeddings, at_once * plan.rows(own))
+        if stage.number == 0:
+            crossing += 2 * inputs.most(inputs.embeddings, at_once * layouts.batch.micro_size)
+        bridge += width * plan.task.preset.language.hidden_size * crossing
     if plan.schedule.recompute:  # recomputed when the language model's are freed
         encoder = max(0.0, encoder - sum(parts.values()))
     return parts | {"encoder activations": encoder, "bridge": bridge}
 
 
-@cache
-def _language_kept(
-    batch: RankBatch, again: str, number: int, width: int, logit: float, stage: int
-) -> Memory:
-    lay, chunks = batch.lay, chunks_of_stage(batch.p.hybrid_layer_pattern, batch.lay, stage)
-    kinds = set("".join(chunks))
-    of_layer = {kind: layers.kept_with_recompute(kind, batch, again) for kind in kinds}
-    kept = tuple(sum(of_layer[kind] for kind in chunk) for chunk in chunks)
-    run_again = kinds & set(RECOMPUTED[again])
-    running = [layers.language_layer(kind, batch).running for kind in run_again]
-    is_last = stage == lay.pp - 1
+def _language_kept(plan: Plan, stage: int) -> Memory:
+    p, lay, batch = plan.task.preset.language, plan.layouts.language, plan.layouts.batch
+    width, again = plan.task.machine.precision, RECOMPUTED[plan.recompute]
+    chunks, kept, running = chunks_of(p.hybrid_layer_pattern, lay)[stage :: lay.pp], {}, [0.0]
+    for kind in set("".join(chunks)):
+        layer = language_layer(kind, p, lay, batch)
+        kept[kind] = layer.kept
+        if kind in again:
+            # Fully recomputed, a layer keeps its input; in its backward it adds the gradients of
+            # an operation's inputs and outputs to what it keeps.
+            whole = tokens_of(lay, batch) * p.hidden_size
+            kept[kind] = whole if plan.recompute == "full" else layer.norm
+            running.append(layer.kept + 2 * layer.largest)
+    in_chunks, number = (
+        [sum(map(kept.get, chunk)) for chunk in chunks],
+        plan.layouts.num_microbatches,
+    )
+    logits = tokens_of(lay, batch) * p.vocab_size * (stage == lay.pp - 1)
     return {
-        "language activations": width * most_in_flight(stage, lay, number, kept),
-        "loss": logit * layers.head(batch).kept * is_last,
-        "recomputed layer": width * max(running, default=0.0),
+        "language activations": width * most_in_flight(stage, lay, number, in_chunks),
+        "loss": (plan.task.state.logit or 8 + width) * logits,
+        "recomputed layer": width * max(running),
     }
 
 
-@cache
-def most_in_flight(stage: int, lay: Layout, microbatches: int, kept: tuple[float, ...]) -> float:
+def most_in_flight(stage: int, lay: Layout, microbatches: int, kept: list[float]) -> float:
     """Return the most elements that a stage keeps at once in Megatron's order of microbatches.
+
+    After a warm-up of forwards, a backward follows each forward. Virtual stages take turns with
+    ``pp`` microbatches each, backwards in the opposite order.
 
     Args:
         kept: elements that each virtual stage keeps of one microbatch.
     """
-    if lay.pp == 1:
-        return sum(kept)
-    # After the warm-up, whose length does not depend on the microbatches, no more are in flight.
-    number = min(microbatches, 4 * lay.pp)
-    now = most = 0.0
-    for way, chunk, _ in order_of_stage(stage, lay.pp, number, lay.vpp):
-        now += kept[chunk] if way == "forward" else -kept[chunk]
-        most = max(most, now)
-    return most
+    turns = np.arange(microbatches * lay.vpp) // lay.pp % lay.vpp
+    warmup = (lay.pp - stage - 1) * min(2, lay.vpp) + (lay.vpp - 1) * lay.pp
+    warmup = min(warmup, len(turns) - 1)
+    freed = np.cumsum([0.0, *np.flip(kept)[turns]])
+    return float((np.cumsum(np.array(kept)[turns])[warmup:] - freed[: len(turns) - warmup]).max())

@@ -29,7 +29,7 @@ from examples.mimo.nemotron_vlm.energon.source import EnergonSource
 from examples.mimo.nemotron_vlm.energon.videos import Extent, Watching
 from examples.mimo.nemotron_vlm.model.presets import tiny_omni
 from examples.mimo.nemotron_vlm.options.arguments import parse
-from examples.mimo.nemotron_vlm.planner.plan import plan_of
+from examples.mimo.nemotron_vlm.planner.inputs import plan_of
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     CLIPS,
     CRUDE,
@@ -132,18 +132,18 @@ class TestSamplesWithSound:
         line = ["--data", f"energon:{shards}", "--tokenizer-model", str(shards / "tokenizer")]
         line += ["--model", "tiny-omni", "--dynamic-resolution", "--seq-length", "64"]
         options, opened = parse(line, 1), self.opened(shards, seed=1234)
-        encoders, width = options.preset.encoders, options.preset.language.hidden_size
         planned = plan_of(options)
-        for each, inputs in zip(encoders, planned.inputs, strict=True):
+        for inputs, layout in planned.encoders:
+            each = inputs.encoder
             sizes = opened.sizes("train", 0, COUNTED, each.name)
-            flat, mean = np.concatenate(sizes), planned.mean_of(each)
-            assert set(inputs.sizes) == set(flat.tolist())
-            assert inputs.mean == len(flat) / COUNTED
-            assert mean.rows == each.rows(flat).mean()
-            assert mean.operations == pytest.approx(each.operations(flat, width).mean())
-            work = [each.operations(own, width).sum() / mean.operations for own in sizes]
-            assert inputs.deviation == pytest.approx(np.std(work))
-        with pytest.raises(UserError, match="99 images of .* sounds of .* do not fit"):
+            assert (
+                inputs.mean(inputs.embeddings)
+                == sum(each.rows(row).sum() for row in sizes) / COUNTED
+            )
+            kept = [each.kept(row, layout).sum() for row in sizes]
+            assert inputs.most_kept(layout, 1, frozenset()) == pytest.approx(max(kept))
+            assert max(kept) > 1.2 * np.mean(kept)  # rows differ
+        with pytest.raises(UserError, match="99 images, .* sounds a row .* do not fit"):
             plan_of(parse([*line, "--plan-tiles", "99"], 1))
 
     def test_of_a_model_without_sound_are_left_out(self, shards):

@@ -1,12 +1,17 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The model whose parameters are only counted, on the meta device."""
+"""The answers of ``--dry-run`` and ``--plan``, and the model on the meta device."""
+
+import shlex
 
 import pytest
+import torch
 
-from examples.mimo.nemotron_vlm.loop.dry_run import dry_run
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.loop.dry_run import dry_run, plan
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from examples.mimo.nemotron_vlm.options.fp8_rules import VIT, features_of_rank
+from examples.mimo.nemotron_vlm.options.own_options import own_options
 from examples.mimo.nemotron_vlm.planner.parameters import stages_on_meta
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
@@ -14,6 +19,7 @@ from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 pytestmark = pytest.mark.skipif(HAVE_CUDA, reason="a dry run's process has no GPU")
 
 PUBLISHED = ("--model", "nano-vl-30b-a3b", "--data", "mock")
+REAL = "--model nano-vl-30b-a3b --seq-length 8192"
 
 
 @pytest.fixture
@@ -58,35 +64,71 @@ def test_every_kind_of_layer_has_a_line(alone):
 
 
 def test_each_encoder_has_its_parameters(alone):
-    line = ["--model", "tiny-omni", "--data", "mock"]
-    printed = dry_run(line, 1)
+    printed = dry_run(["--model", "tiny-omni", "--data", "mock"], 1)
     assert "\nsound encoder" in printed and "\nimages projector" in printed
-    layouts = ("--encoder", "images:dp=8", "--encoder", "sound:dp=8", "--language", "pp=2")
-    heads = dry_run([*line, *layouts], 8).splitlines()[0]
-    assert heads.split("  ")[1:] == [
-        *("images encoder", "images projector", "sound encoder", "sound projector"),
-        *("language", "sum"),
-    ]
 
 
 def test_the_stages_of_a_layout_hold_the_published_model_between_them(alone):
     """31.6 B in total and 3.6 B active (Nemotron-3-Nano-30B-A3B's model card). No GPU is needed for
-    the 16; ep=8 divides 29.84 B of experts, no shared ones or routers."""
+    the 16; ep=8 divides 29.84 B of experts, no shared ones or routers. Encoder and projector have
+    0.8115 B, on each stage."""
     lines = dry_run(list(PUBLISHED), 1).splitlines()
     (line,) = [line for line in lines if line.startswith("language model")]
     total, active = (float(text) for text in line.split() if text[0].isdigit())
     assert (round(total, 1), round(active, 1)) == (31.6, 3.6)
     layout = ("--language", "pp=2,ep=8", "--micro-batch-size", "1", "--device", "cuda")
     layout += ("--transformer-impl", "transformer_engine", "--cuda-graph-impl", "local")
-    lines = dry_run([*PUBLISHED, *layout], 16).splitlines()
-    rows = [line.split() for line in lines if "-" in line.split()[0]]
-    assert [row[0] for row in rows] == ["0-7", "8-15"]
-    encoder, projector, language = ([float(row[column]) for row in rows] for column in (1, 3, 5))
-    assert encoder == [0.6516, 0.6516] and projector == [0.1599, 0.1599]
+    said, heads, *stages, _, step = dry_run([*PUBLISHED, *layout], 16).splitlines()
+    assert "in fp32" in said and heads.split()[:4] == "stage parameters gradients optimizer".split()
+    assert step.startswith("predicted step of 4 microbatches")
+    held = [float(stage.split()[2]) * 2**30 / 4e9 for stage in stages]
     sharded = 23 * 128 * 2 * 2688 * 1856 / 1e9
-    assert sum(language) == pytest.approx(31.5779 - sharded * 7 / 8, abs=2e-3)
-    heads, *stages = lines[4:7]
-    assert heads.split()[:4] == ["stage", "parameters", "gradients", "optimizer"]
-    predicted = [float(line.split()[2]) for line in stages]
-    held = [(e + p + n) * 4e9 / 2**30 for e, p, n in zip(encoder, projector, language, strict=True)]
-    assert predicted == pytest.approx(held, rel=5e-3)  # fp32, to three digits
+    assert sum(held) == pytest.approx(31.5779 + 2 * 0.8115 - sharded * 7 / 8, rel=5e-3)
+
+
+def planned(line: str) -> str:
+    words = ["--seq-length", "64", "--global-batch-size", "64", *line.split()]
+    return plan(words, own_options(words))
+
+
+def test_a_plan_prints_a_command_with_all_that_was_planned_with(alone, tmp_path):
+    """Also a file's options, but none that the plan decides."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "device: cuda\nbf16: true\nmodel: tiny-omni\nuse-precision-aware-optimizer: true\n"
+        "main-params-dtype: fp16\nfreeze: encoder\nprompt: What is it?\n"
+        "micro-batch-size: 8\nrecompute-granularity: selective\nplan-tiles: 1\n"
+    )
+    line = f"--plan 2 --plan-gpus-per-node 1 --config {file} --main-params-dtype fp32 --lr 1e-3"
+    shown = planned(line)
+    assert "tiny-omni on 2 GPUs, 1 a node" in shown and "--nnodes 2" in shown
+    command = shlex.split(shown.partition("run it with\n")[2].replace("\\\n", ""))
+    words = command[command.index("examples/mimo/pretrain_nemotron_vlm.py") + 1 :]
+    args = parse([*words, "--dry-run", "2"], 2).args
+    assert (args.model, args.freeze, args.lr) == ("tiny-omni", "encoder", 1e-3)
+    assert args.prompt == "What is it?" and args.main_params_dtype == torch.float32
+    assert args.use_precision_aware_optimizer and args.recompute_granularity is None
+    names = [word.partition("=")[0] for word in words if word.startswith("--")]
+    assert names.count("--micro-batch-size") == 1 and not {"--plan", "--config"} & set(names)
+
+
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        ("--plan 8 --plan-gpu none", "--plan-gpu none"),
+        ("--plan 8 --plan-gpus-per-node 0", "must be 1 or more"),
+        (
+            f"--plan 7 {REAL}",
+            "no plan for 7 GPUs: the program's rules allow none; other GPUs",
+        ),
+        (f"--plan 1 {REAL}", "none fits 141 GB; by this model 8 GPUs would do"),
+        ("--plan 8 --plan-tiles 99", "99 tiles a row .*: 396 tokens do not fit"),
+        ("--plan 8 --plan-tiles 1:x", "1:x is not N or N:CHANCE"),
+        ("--plan 8 --plan-tiles 1:0", "chances above 0"),
+        ("--plan 8 --language tp=2", "leave out --language"),
+        ("--plan 8 --language planned --recompute-encoder=2", "out --recompute-encoder$"),
+    ],
+)
+def test_a_plan_is_refused_in_one_line(line, reason, alone):
+    with pytest.raises(UserError, match=reason):
+        planned(line)
