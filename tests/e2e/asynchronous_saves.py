@@ -2,14 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training program on one CPU rank, with saves written by another process.
 
-    HASHED=FILE python -m tests.e2e.asynchronous_saves [program arguments]
+    python -m tests.e2e.asynchronous_saves [program arguments]
 
 The program refuses such saves on a CPU, because training would change the tensors while they are
-written. Here nothing is trained after the last save. The file HASHED gets a line for each file that
-is hashed: the process and the name.
+written. Here nothing is trained after the last save.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -19,21 +17,9 @@ cpu_runtime.install()  # also in the writing process, which imports this file
 
 from examples.mimo.common import refusals  # noqa: E402
 from examples.mimo.pretrain_nemotron_vlm import main  # noqa: E402
-from megatron.core.dist_checkpointing import parallel_manifest  # noqa: E402
 
 # The writing process finds this file: the program has put its checkout first.
 sys.path.insert(0, str(Path(__file__).parents[2]))
-hash_of = parallel_manifest._compute_file_hash
-
-
-def recorded(path: str) -> str:
-    """Hash a file, and add its line to HASHED."""
-    with open(os.environ["HASHED"], "a") as file:
-        file.write(f"{os.getpid()} {Path(path).name}\n")
-    return hash_of(path)
-
-
-parallel_manifest._compute_file_hash = recorded
 
 if __name__ == "__main__":
     (on_cpu,) = [refusal for refusal in refusals.REFUSALS if refusal.option == "--async-save"]
