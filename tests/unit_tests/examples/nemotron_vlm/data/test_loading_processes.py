@@ -1,10 +1,7 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A loading process that dies, and a sample that is read too early."""
+"""Loading processes: a full disk under shared memory, and a sample that is read too early."""
 
-import os
-import re
-import signal
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -29,21 +26,7 @@ def takes_of(samples: int) -> Iterator[SimpleNamespace]:
     return (SimpleNamespace(split="train", rows=[[n]], shares={}) for n in range(samples))
 
 
-def test_a_process_that_dies_ends_the_reading_in_a_line_that_names_its_sample():
-    class Deadly(Echo):
-        def __getitem__(self, take: SimpleNamespace) -> int:
-            if (number := super().__getitem__(take)) == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return number
-
-    options = {"num_workers": 1, "prefetch_factor": 2, "multiprocessing_context": "fork"}
-    *before, line = read_ahead(Deadly(), takes_of(12), **options)
-    assert before == list(range(len(before))) and len(before) <= 3
-    assert re.fullmatch(r"DataLoader worker \(pid.*\) .*; it was reading train 3", line)
-
-
-@pytest.mark.parametrize("error", [RuntimeError, OSError])
-@pytest.mark.parametrize("notes", [False, True])
+@pytest.mark.parametrize(("notes", "error"), [(False, RuntimeError), (True, OSError)])
 def test_a_full_disk_under_shared_memory_is_a_line(notes, error, monkeypatch):
     """A rank would wait for ever for what the process could not pass on."""
 
@@ -60,9 +43,8 @@ def test_a_full_disk_under_shared_memory_is_a_line(notes, error, monkeypatch):
         return share(tensor)
 
     monkeypatch.setattr(torch.Tensor, "share_memory_", shared)
-    ordered = (SimpleNamespace(split="train", rows=[[n]], shares={}) for n in range(3))
     options = {"num_workers": 1, "prefetch_factor": 2, "multiprocessing_context": "fork"}
-    read = read_ahead(Tensors(), ordered, **options)
+    read = read_ahead(Tensors(), takes_of(3), **options)
     if not notes:
         assert next(read)["nested"][0] == 0
     assert "No space left on device (28); make room in /dev/shm, or --num-workers 0" in next(read)
@@ -78,7 +60,6 @@ def test_a_sample_that_cannot_be_read_ends_its_own_step_alone(workers):
             batch = {"number": torch.tensor(number), "step_work": None}
             return "no such shard" if number == 2 else batch
 
-    ordered = takes_of(4)
     ahead = {"prefetch_factor": 2, "multiprocessing_context": "fork"} if workers else {}
     loading = SimpleNamespace(
         args=SimpleNamespace(device="cuda", num_workers=workers),
@@ -86,7 +67,7 @@ def test_a_sample_that_cannot_be_read_ends_its_own_step_alone(workers):
         waited_s=0.0,
         _reading_ahead=lambda: ahead,
     )
-    drawn = Loading._loaded(loading, ordered)
+    drawn = Loading._loaded(loading, takes_of(4))
     assert [int(next(drawn)[0]["number"]) for _ in range(2)] == [0, 1]
     with pytest.raises(UserError, match="--data: no such shard"):
         next(drawn)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data sets of digits for the tests of --data energon, made by the tool that users run."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,21 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copied(digits, tmp_path) -> Path:
     """A copy of the data set without survey."""
-    from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import unsurveyed_copy
+    shutil.copytree(digits, tmp_path / "copy")
+    for file in (tmp_path / "copy" / ".nv-meta").glob("survey-*"):
+        file.unlink()
+    return tmp_path / "copy"
 
-    return unsurveyed_copy(digits, tmp_path / "copy")
+
+@pytest.fixture(scope="module")
+def omni_shards(tmp_path_factory) -> Path:
+    """84 lines of text, tones, clips, or several of them, to train, and 12 held out."""
+    from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_omni, omni, survey
+
+    path = tmp_path_factory.mktemp("data") / "omni"
+    make_omni(path, samples=96, seed=1)
+    survey(path, makes=[omni])
+    return path
 
 
 @pytest.fixture(scope="module")

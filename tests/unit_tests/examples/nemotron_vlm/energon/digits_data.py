@@ -6,7 +6,6 @@ import contextlib
 import errno
 import io
 import os
-import shutil
 import sys
 import tarfile
 from collections import Counter
@@ -104,6 +103,16 @@ def encoder(tokenizer: Path, **tiling) -> Encoder:
     return Encoder(Chat(tokenizer), Tiling(TILE, **tiling), TOKENS_PER_TILE)
 
 
+READER = Encoder(
+    None,
+    Resizing(GRIDS),
+    tokens_per_tile=1,
+    sound=Listening(tiny_omni().encoders[1].subsampling_factor),
+    video=Watching(CLIPS),
+)
+"""Reads media as the preset ``tiny-omni`` does; it has no tokenizer, which texts alone need."""
+
+
 def whole(tokenizer: Path, **bounds) -> Encoder:
     """Make the encoder of the preset ``tiny`` with images of any size."""
     return Encoder(Chat(tokenizer), Resizing(replace(GRIDS, **bounds)), tokens_per_tile=1)
@@ -111,10 +120,7 @@ def whole(tokenizer: Path, **bounds) -> Encoder:
 
 def omni(tokenizer: Path) -> Encoder:
     """Make the encoder of the preset ``tiny-omni`` with images of any size."""
-    chat = Chat(tokenizer, sound=True)
-    sound = Listening(tiny_omni().encoders[1].subsampling_factor)
-    video = Watching(CLIPS)
-    return Encoder(chat, Resizing(GRIDS), tokens_per_tile=1, sound=sound, video=video)
+    return replace(READER, chat=Chat(tokenizer, sound=True))
 
 
 ENCODERS = {"tiles": encoder, "any size": whole}
@@ -138,13 +144,6 @@ def source(path: Path, tokenizer: Path | None = None, **options) -> EnergonSourc
     """Open a data set; its tokenizer is in it by default."""
     given = {"encoder": encoder(tokenizer or path / "tokenizer")}
     return EnergonSource(path, **given | {"seq_length": SEQ_LENGTH, "seed": 5} | options)
-
-
-def unsurveyed_copy(path: Path, target: Path) -> Path:
-    shutil.copytree(path, target)
-    for file in (target / ".nv-meta").glob("survey-*"):
-        file.unlink()
-    return target
 
 
 def damage_image(path: Path, shard: str) -> str:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -22,7 +23,7 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     source,
     whole,
 )
-from tests.unit_tests.examples.nemotron_vlm.energon.test_energon_media import tone, wav
+from tests.unit_tests.examples.nemotron_vlm.energon.media_files import sound
 
 REPOSITORY = Path(__file__).resolve().parents[5]
 DOCUMENT = (REPOSITORY / "docs" / "user" / "your-own-data.md").read_text()
@@ -107,7 +108,7 @@ def test_its_data_with_video_and_sound_are_read(tmp_path, monkeypatch):
     glass.mkdir(parents=True)
     for number in range(11):
         (glass / f"{number:02}.png").write_bytes(image(32, 24))
-    glass.with_suffix(".wav").write_bytes(wav(tone(11025), 44100))
+    glass.with_suffix(".wav").write_bytes(sound(np.zeros(11025), 44100))
     glass.with_name("odd.png").write_bytes(image(101, 7))
     Path("talks.json").write_text(json.dumps([talk, more]))
     Path("talks.py").write_text(block("python", '"path" in item'))

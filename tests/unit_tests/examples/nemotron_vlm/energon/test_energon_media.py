@@ -1,320 +1,220 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sounds and clips in shards: files of all kinds, their rows, and those that are broken."""
+"""Images, clips and sounds are read as transformers reads them; the page what-is-read-how.md says
+where they differ. Images become tiles as InternVL cuts them.
 
-import io
-import json
-import shlex
+Pixels of images are equal, bit by bit, and so are samples of sound: both sides call the same
+libraries. Patches and tubelets may differ by one rounding of fp32, as theirs divide by 255 first.
+"""
+
 import sys
-import wave
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-import soundfile
 import torch
-from PIL import Image
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+from transformers import ParakeetFeatureExtractor
+from transformers.audio_utils import load_audio
+from transformers.image_transforms import convert_to_rgb
+from transformers.image_utils import load_image
+from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import (
+    NemotronH_Omni_Reasoning_V3VideoProcessor,
+)
+from transformers.video_utils import load_video
 
-from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.data import make_source
-from examples.mimo.nemotron_vlm.data.rows import COUNTED
 from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
-from examples.mimo.nemotron_vlm.data.sound_lengths import SAMPLING_RATE
-from examples.mimo.nemotron_vlm.energon.__main__ import main
-from examples.mimo.nemotron_vlm.energon.errors import BadClip, BadSound, MissingPackage
-from examples.mimo.nemotron_vlm.energon.sounds import Listening
-from examples.mimo.nemotron_vlm.energon.source import EnergonSource
-from examples.mimo.nemotron_vlm.energon.videos import Extent, Watching
-from examples.mimo.nemotron_vlm.model.presets import tiny_omni
-from examples.mimo.nemotron_vlm.options.arguments import parse
-from examples.mimo.nemotron_vlm.planner.inputs import plan_of
-from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
-    CLIPS,
-    CRUDE,
-    GRIDS,
-    ShardReads,
-    encoder,
-    image,
-    make_omni,
-    make_shard,
-    omni,
-    source,
-    survey,
+from examples.mimo.nemotron_vlm.energon.conversation import VIDEO
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File
+from examples.mimo.nemotron_vlm.energon.errors import MissingPackage
+from examples.mimo.nemotron_vlm.energon.images import Tiling, open_image
+from examples.mimo.nemotron_vlm.energon.videos import Watching
+from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import CLIPS, GRIDS, READER
+from tests.unit_tests.examples.nemotron_vlm.energon.media_files import (
+    DEEP,
+    OPAQUE,
+    SOUNDS,
+    TRANSPARENT,
+    mp4,
+    noise,
+    oriented,
+    saved,
+    sound,
 )
 
-ENTRY = tiny_omni().encoders[1]
-LISTENING = Listening(ENTRY.subsampling_factor)
-SAMPLES = 84
+TURNS = {"0": 0, "90": 3, "180": 2, "270": 1}
+"""Quarters, counterclockwise, by which torchcodec turns a clip whose matrix turns clockwise."""
 
 
-def tone(samples: int, rate: int = SAMPLING_RATE) -> np.ndarray:
-    """A tone of 440 Hz at half of the full scale, float64 [samples]."""
-    return np.sin(np.arange(samples) * (2 * np.pi * 440 / rate)) / 2
+def check_image(path: Path, wanted: np.ndarray) -> None:
+    """Check it whole, in a report and as a clip's frames, and that tiles are cut from it."""
+    data = path.read_bytes()
+    assert np.array_equal(np.array(open_image(data)), wanted)
+    pixels = torch.from_numpy(wanted).permute(2, 0, 1)
+    (whole,) = READER.read([File(IMAGES, (data,))])
+    assert whole.extent.size == GRIDS.size_of(*pixels.shape[1:])
+    assert whole.made.equal(GRIDS.cut(pixels))
+    tiling = Tiling(16)
+    (tiles,) = Encoder(None, tiling, 4).read([File(IMAGES, (data,))])
+    assert tiles.made.equal(tiling.cut(Image.fromarray(wanted)))
+    assert len(tiles.made) == tiling.size_of(*pixels.shape[:0:-1])
+    assert READER.pictures([File(IMAGES, (data,))])[0].equal(pixels)
+    for frame in READER.pictures([File(VIDEO, (data, data))]):
+        assert frame.equal(pixels)
 
 
-def wav(samples: np.ndarray, rate: int = SAMPLING_RATE, width: int = 2) -> bytes:
-    """Return a file of samples from -1 to 1, [samples] or [samples, channels], of so many bytes."""
-    whole = np.round(samples * (2 ** (8 * width - 1) - 1)).astype("<i8")
-    whole += 128 * (width == 1)
-    file = io.BytesIO()
-    with wave.open(file, "wb") as writer:
-        writer.setnchannels(samples[0].size)
-        writer.setsampwidth(width)
-        writer.setframerate(rate)
-        writer.writeframes(whole.reshape(-1, 1).view(np.uint8)[:, :width].tobytes())
-    return file.getvalue()
+def opaque(path: Path) -> None:
+    check_image(path, np.array(load_image(str(path))))
 
 
-def flac(samples: np.ndarray, rate: int = SAMPLING_RATE) -> bytes:
-    file = io.BytesIO()
-    soundfile.write(file, samples, rate, format="FLAC")
-    return file.getvalue()
+def on_white(path: Path) -> None:
+    """Check an image with hidden colours, which the processor does not show."""
+    file = Image.open(path)
+    wanted = convert_to_rgb(ImageOps.exif_transpose(file), return_numpy=True)
+    assert (wanted != np.array(file.convert("RGB"))).any(), "hidden colours show elsewhere"
+    check_image(path, wanted)
 
 
-class TestSounds:
-    @pytest.mark.parametrize(
-        ("write", "rate", "channels", "near"),
-        [
-            *((wav, SAMPLING_RATE, channels, 2**-14) for channels in (1, 2, 6)),
-            *((flac, SAMPLING_RATE, channels, 2**-14) for channels in (1, 2, 6)),
-            *((partial(wav, width=n), SAMPLING_RATE, 1, 2.0 ** (2 - 8 * n)) for n in (1, 3)),
-            (partial(wav, width=4), SAMPLING_RATE, 1, 1e-7),
-            *((wav, rate, 1, 2e-3) for rate in (8000, 22050, 44100, 48000)),
-        ],
-    )
-    def test_are_the_mean_of_their_channels_at_one_rate(self, write, rate, channels, near):
-        scale = np.linspace(1, 0.5, channels)
-        found = LISTENING.read(write(tone(rate // 4 + 1, rate)[:, None] * scale, rate))
-        assert found.dtype == torch.float32
-        assert len(found) == -(-(rate // 4 + 1) * SAMPLING_RATE // rate)
-        # A filter of another rate sees nothing beyond the ends.
-        inner = slice(200, -200) if rate != SAMPLING_RATE else slice(None)
-        assert np.abs(found.numpy() - tone(len(found)) * scale.mean())[inner].max() < near
-
-    def test_of_flac_that_are_damaged_are_refused(self):
-        with pytest.raises(BadSound, match="^[^<]*$"):
-            LISTENING.read(flac(tone(5000))[:40])
+def scaled(path: Path) -> None:
+    """Check greys as torchcodec reads paths for the processor; load_image clips at 255."""
+    wanted = np.round(DEEP / 65535 * 255).astype(np.uint8)
+    check_image(path, wanted[..., None].repeat(3, 2))
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory) -> Path:
-    """Lines of text and tones: one, both or neither."""
-    path = tmp_path_factory.mktemp("data") / "omni"
-    make_omni(path, samples=96, seed=1)
-    survey(path, makes=[omni])
-    return path
+def clip(clockwise: str, path: Path) -> None:
+    """Check frames and tubelets; theirs is read by PyAV, whose frames torchcodec turns.
+
+    The same frames as images, and in an MP4 file without a number of frames, are read alike.
+    """
+    data, shape = path.read_bytes(), {}
+    for asked in ({}, {"num_frames": 3}, {"fps": 2}):
+        theirs, metadata = load_video(str(path), backend="pyav", **asked)
+        theirs = np.rot90(theirs, TURNS[clockwise], (1, 2))
+        watching = Watching(CLIPS, asked.get("num_frames"), asked.get("fps"))
+        extent, frames = watching.frames_of((data,), 0.0)
+        assert np.array_equal(np.stack(frames), theirs)
+        assert (extent.frames, extent.fps) == (metadata.total_num_frames, metadata.fps) == (5, 4.0)
+        assert extent.size == CLIPS.size_of(len(theirs), *theirs.shape[1:3])
+        shape = {"patch_size": CLIPS.patch, "temporal_patch_size": CLIPS.tubelet}
+        processor = NemotronH_Omni_Reasoning_V3VideoProcessor(
+            **shape | {"norm_mean": [0.0] * 3, "norm_std": [1.0] * 3},
+            video_target_num_patches=CLIPS.patches,
+        )
+        pixels = torch.from_numpy(theirs.copy()).permute(0, 3, 1, 2)
+        (wanted,) = processor._preprocess([pixels])["pixel_values_videos"]
+        same, found = watching.read((data,), 0.0)
+        assert same == extent and len(watching.labels(extent)) == len(found)
+        tubelets, rows, columns, _ = found.shape
+        patches = found.view(tubelets, rows, columns, -1, CLIPS.patch, CLIPS.patch)
+        patches = patches.permute(0, 3, 1, 4, 2, 5).reshape(wanted.shape) / 255
+        assert (patches - wanted).abs().max() < 1e-6
+        _, every = Watching(CLIPS).frames_of((data,), 0.0)
+        images = tuple(saved(Image.fromarray(frame), "PNG") for frame in every)
+        in_pieces = mp4(clockwise, movflags="frag_keyframe+empty_moov")
+        for files, fps in ((images, 4.0), ((in_pieces,), 0.0)):
+            again, others = watching.frames_of(files, fps)
+            assert again == extent and np.array_equal(others, frames)
 
 
-class TestSamplesWithSound:
-    def opened(self, path: Path, **options) -> EnergonSource:
-        return source(path, encoder=omni(path / "tokenizer"), seq_length=64, **options)
-
-    def test_have_the_rows_of_their_sounds_and_no_file_is_read_for_a_text(
-        self, shards, monkeypatch
-    ):
-        opened, reads, counts = self.opened(shards), ShardReads(monkeypatch), set()
-        for number in range(SAMPLES):
-            ids = opened.text("train", number).input_ids
-            assert not reads.images
-            (sizes,) = opened.sizes("train", number, 1, SOUND)
-            (images,) = opened.sizes("train", number, 1, IMAGES)
-            assert (ids == opened.token_ids[SOUND]).sum() == ENTRY.rows(sizes).sum()
-            counts.add((len(images), len(sizes)))
-            heard = opened.inputs("train", number, SOUND)
-            assert [len(sound) for sound in heard] == sizes.tolist()
-            assert reads.images.total() == len(heard)  # no image
-            reads.images.clear()
-        assert counts == {(0, 0), (0, 1), (1, 0), (1, 1)}
-
-    def test_are_what_the_planner_counts(self, shards):
-        line = ["--data", f"energon:{shards}", "--tokenizer-model", str(shards / "tokenizer")]
-        line += ["--model", "tiny-omni", "--dynamic-resolution", "--seq-length", "64"]
-        options, opened = parse(line, 1), self.opened(shards, seed=1234)
-        planned = plan_of(options)
-        for inputs, layout in planned.encoders:
-            each = inputs.encoder
-            sizes = opened.sizes("train", 0, COUNTED, each.name)
-            assert (
-                inputs.mean(inputs.embeddings)
-                == sum(each.rows(row).sum() for row in sizes) / COUNTED
-            )
-            kept = [each.kept(row, layout).sum() for row in sizes]
-            assert inputs.most_kept(layout, 1, frozenset()) == pytest.approx(max(kept))
-            assert max(kept) > 1.2 * np.mean(kept)  # rows differ
-        with pytest.raises(UserError, match="99 images, .* sounds a row .* do not fit"):
-            plan_of(parse([*line, "--plan-tiles", "99"], 1))
-
-    def test_of_a_model_without_sound_are_left_out(self, shards):
-        plain = encoder(shards / "tokenizer")
-        survey(shards, makes=[lambda tokenizer: plain])
-        left_out = source(shards, encoder=plain, bad_samples="skip").left_out("train")
-        with_sound = sum(map(len, self.opened(shards).sizes("train", 0, SAMPLES, SOUND)))
-        assert left_out["bad sound"] == with_sound
-        with pytest.raises(ValueError, match="sound 1: the model has no encoder of sound"):
-            source(shards, encoder=plain, bad_samples="refuse")
-
-    def test_that_cannot_be_heard_are_counted_and_named(self, shards, tmp_path, capsys):
-        whole = wav(tone(4000))
-        files = [whole, whole[:3000], whole[:30], b"nothing", wav(tone(319)), b""]
-        turns = [{"from": "human", "value": "hear"}, {"from": "gpt", "value": "low"}]
-        talk = json.dumps({"conversations": turns}).encode()
-        make_shard(tmp_path, [{"json": talk, "wav": file} for file in files], CRUDE)
-        arguments = ["--tokenizer-model", str(shards / "tokenizer"), "--model", "tiny-omni"]
-        assert main([str(tmp_path), *arguments]) == 0
-        printed = capsys.readouterr().out
-        assert "1 good, 0 of them text only" in printed and "sound   1" in printed
-        assert "bad sound: 5" in printed and "a.tar/1: sound 1: " in printed
-        assert "319 samples, of 16000 a second, are less than 320" in printed
-
-    @pytest.mark.parametrize("package", ["soundfile", "soxr"])
-    def test_need_packages(self, shards, tmp_path, monkeypatch, capsys, package):
-        monkeypatch.delitem(sys.modules, package, raising=False)
-        (tmp_path / f"{package}.py").write_text("raise ModuleNotFoundError")
-        monkeypatch.syspath_prepend(tmp_path)
-        talk = json.dumps({"caption": "low", "prompt": "hear"}).encode()
-        make_shard(tmp_path, [{"json": talk, "wav": wav(tone(4000))}], CRUDE)
-        arguments = ["--tokenizer-model", str(shards / "tokenizer"), "--model", "tiny-omni"]
-        for workers in "01":
-            assert main([str(tmp_path), *arguments, "--workers", workers]) == 2
-            refused = capsys.readouterr().err.splitlines()[-1]
-            assert refused == "error: sound needs soundfile, soxr: pip install '.[sound]'"
+def heard(path: Path) -> None:
+    """Check samples and features of a sound."""
+    theirs = load_audio(str(path), sampling_rate=16000, backend="soundfile")
+    (found,) = READER.read([File(SOUND, (path.read_bytes(),))])
+    assert np.array_equal(found.made.numpy(), theirs)
+    published = nano_omni_30b_a3b().with_images_of_any_size().encoders[1]
+    extractor = ParakeetFeatureExtractor(published.num_mel_bins, 16000)
+    wanted = extractor([theirs], sampling_rate=16000).input_features[0]
+    assert published.log_mel(found.made).equal(torch.as_tensor(wanted))
 
 
-SHADES = [0, 60, 120, 180, 240]
+FILES = {
+    **{name: (opaque, data) for name, data in OPAQUE.items()},
+    **{name: (on_white, data) for name, data in TRANSPARENT.items()},
+    **{
+        f"{kind} of 16 bits": (scaled, saved(Image.fromarray(DEEP), kind))
+        for kind in ("PNG", "TIFF", "PPM", "JPEG2000")
+    },
+    **{f"MP4 turned {turn}": (partial(clip, turn), mp4(turn)) for turn in TURNS},
+    **{name: (heard, data) for name, data in SOUNDS.items()},
+}
+assert len(FILES) >= 100
 
 
-def frames(width: int = 32, height: int = 24) -> list[Image.Image]:
-    return [Image.new("RGB", (width, height), (shade,) * 3) for shade in SHADES]
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_what_transformers_reads(name, tmp_path):
+    check, data = FILES[name]
+    path = tmp_path / "file.wav"
+    path.write_bytes(data)
+    check(path)
 
 
-def pngs() -> tuple[bytes, ...]:
-    files = [io.BytesIO() for _ in SHADES]
-    for file, frame in zip(files, frames(), strict=True):
-        frame.save(file, "PNG")
-    return tuple(file.getvalue() for file in files)
+def test_greys_of_16_bits_may_be_transparent_and_turned():
+    deep = Image.fromarray(np.array([[0, 300, 600]], np.uint16))
+    found = open_image(oriented("PNG", 6, deep, transparency=300))
+    assert np.array(found)[..., 0].tolist() == [[0], [255], [2]]
 
 
-def mp4(**options: str) -> bytes:
-    """The same frames, four a second."""
-    av, file = pytest.importorskip("av"), io.BytesIO()
-    with av.open(file, "w", format="mp4", options=options) as container:
-        stream = container.add_stream("mpeg4", rate=4)
-        stream.width, stream.height, stream.pix_fmt = 32, 24, "yuv420p"
-        for frame in frames():
-            container.mux(stream.encode(av.VideoFrame.from_image(frame)))
-        container.mux(stream.encode())
-    return file.getvalue()
+def test_a_clip_with_a_matrix_of_zeros_stays_as_it_is():
+    (shape,) = {frame.shape for frame in Watching(CLIPS).frames_of((mp4("none"),), 0.0)[1]}
+    assert shape == (48, 64, 3)
 
 
-class TestClips:
-    @pytest.mark.parametrize(
-        ("wanted", "taken"),
-        [
-            ({}, [0, 1, 2, 3, 4]),
-            ({"frames": 3}, [0, 1, 3]),
-            ({"frames": 9}, [0, 1, 2, 3, 4]),
-            ({"fps": 2.0}, [0, 2]),
-        ],
-    )
-    @pytest.mark.parametrize("kind", ["images", "file", "file without a number of frames"])
-    def test_have_the_frames_that_are_asked_for(self, kind, wanted, taken):
-        in_pieces = {"movflags": "frag_keyframe+empty_moov"} if "without" in kind else {}
-        files, fps = (pngs(), 4.0) if kind == "images" else ((mp4(**in_pieces),), 0.0)
-        watching = Watching(CLIPS, **wanted)
-        extent, frames = watching.frames_of(files, fps)
-        found = [int(frame[12, 16].mean()) for frame in frames]
-        assert found == pytest.approx([SHADES[number] for number in taken], abs=3)
-        same, tubelets = watching.read(files, fps)
-        assert extent == same == Extent(CLIPS.size_of(len(taken), 24, 32), 5, 4.0)
-        assert len(tubelets) == len(watching.labels(extent)) == -(-len(taken) // CLIPS.tubelet)
-        shades = torch.tensor([float(SHADES[number]) for number in taken])
-        inner = tubelets[:, 1:3, 1:3].unflatten(-1, (CLIPS.tubelet, -1)).mean((1, 2, 4)).flatten()
-        assert inner[: len(taken)].tolist() == pytest.approx(shades.tolist(), abs=3)
-
-    @pytest.mark.parametrize(
-        ("files", "text"),
-        [
-            ((image(32, 24), image(24, 32)), "2 of 2 frames, of 2 sizes"),
-            ((image(32, 24), b"nothing"), "frame 2: damaged, or not what its name says"),
-            ((b"\0\0\0\x20ftyp" + bytes(99),), "Invalid data found"),
-        ],
-    )
-    def test_that_are_damaged_are_refused(self, files, text):
-        if b"ftyp" in files[0]:
-            pytest.importorskip("av")
-        with pytest.raises(ValueError, match=text):
-            Watching(CLIPS).read(files, 0.0)
-
-    def test_of_unknown_speed_have_no_frames_in_a_second(self):
-        with pytest.raises(BadClip, match='needs "fps" in its json'):
-            Watching(CLIPS, fps=2.0).read(pngs(), 0.0)
-
-    def test_of_other_frames_have_a_survey_of_their_own(self, shards, tmp_path):
-        line = ["--data", f"energon:{shards}", "--tokenizer-model", str(shards / "tokenizer")]
-        line += ["--model", "tiny-omni", "--dynamic-resolution", "--surveys", str(tmp_path)]
-        found = []
-        for frames in ("--video-target-num-patches 36", "--video-frames 2", "--video-fps 1"):
-            options = parse([*line, *frames.split()], 1)
-            with pytest.raises(UserError, match="no survey of train") as refusal:
-                make_source(options.args, options.preset)
-            assert main(shlex.split(str(refusal.value).partition("make one: ")[2])[3:]) == 0
-            found.append(make_source(options.args, options.preset).fingerprint)
-        assert len({source(shards, encoder=omni(shards / "tokenizer")).fingerprint, *found}) == 4
-
-    def test_of_mp4_need_a_package(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, "av", None)
-        with pytest.raises(MissingPackage, match=r"^MP4 needs PyAV: pip install '.\[mp4\]'$"):
-            Watching(CLIPS).read((b"\0\0\0\x20ftyp",), 0.0)
+def test_sounds_may_be_louder_than_the_full_scale_or_come_from_a_pipe():
+    """A file from a pipe has no length."""
+    loud = sound(np.linspace(-4, 4, 999), depth="FLOAT")
+    assert READER.sound.read(loud).abs().max() == 4
+    whole = noise()
+    endless = whole[:4] + b"\xff" * 4 + whole[8:40] + b"\xff" * 4 + whole[44:]
+    assert READER.sound.read(endless).equal(READER.sound.read(whole))
 
 
-@pytest.mark.parametrize("kind", ["images", "file"])
-def test_media_are_opened_once_and_stand_in_the_texts_order(shards, tmp_path, monkeypatch, kind):
-    """An image between two clips, and a sound; text alone; and a clip with a damaged frame."""
-    clip = {f"video1.{n}.png": file for n, file in enumerate(pngs())}
-    other = {f"video2.{n}.png": file for n, file in enumerate(pngs()[:2])}
-    first = clip if kind == "images" else {"video1.mp4": mp4()}
-    both = {**first, **other, "png": image(32, 24), "wav": wav(tone(4000))}
-    talks = ["copy <video> 3 <image> <video> <sound>", "copy", "copy <video>"]
-    samples = [both, {}, clip | {"video1.3.png": b"nothing"}]
-    for sample, question in zip(samples, talks, strict=True):
-        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": "3"}]
-        sample["json"] = json.dumps({"conversations": turns}).encode()
-    make_shard(tmp_path, samples, CRUDE)
-    tokenizer, calls = shards / "tokenizer", Counter()
-    survey(tmp_path, tokenizer, splits=["train"], makes=[omni])
-    opened = source(tmp_path, tokenizer, encoder=omni(tokenizer), seq_length=256)
-    assert opened.left_out("train") == {"bad video": 1}
-    numbers = {len(opened.sizes("train", n, 1, IMAGES)[0]): n for n in range(2)}
-    counted = [(Image, "open"), (Image.Image, "convert"), (soundfile.SoundFile, "read")]
-    if kind == "file":
-        counted.append((pytest.importorskip("av"), "open"))
-    for owner, name in counted:
-        real = getattr(owner, name)
+def test_mp4_needs_a_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(MissingPackage, match=r"^MP4 needs PyAV: pip install '.\[mp4\]'$"):
+        Watching(CLIPS).read((b"\0\0\0\x20ftyp",), 0.0)
 
-        def call(*given, real=real, name=f"{owner.__name__}.{name}", **options):
-            calls[name] += 1
-            return real(*given, **options)
 
-        monkeypatch.setattr(owner, name, call)
-    reads = ShardReads(monkeypatch)
-    text = opened.text("train", numbers[3])
-    assert not reads.images and not calls
-    (heard,) = opened.inputs("train", numbers[3], SOUND)
-    assert len(heard) == 4000 and calls == {"SoundFile.read": 1}
-    inputs = opened.inputs("train", numbers[3], IMAGES)
-    assert [each.ndim for each in inputs] == [4, 3, 4]
-    images = 1 + 2 + (len(SHADES) if kind == "images" else 0)
-    wanted = {"PIL.Image.open": images, "Image.convert": images, "SoundFile.read": 1}
-    assert calls == wanted | ({"av.open": 1} if kind == "file" else {})
-    sizes = np.array([GRIDS.size_of(24, 32), CLIPS.size_of(1, 24, 32)])
-    image_rows, tubelet_rows = GRIDS.rows(sizes).tolist()
-    assert image_rows != tubelet_rows
-    runs = np.diff(np.flatnonzero(np.diff(np.pad(text.input_ids == opened.token_ids[IMAGES], 1))))[
-        ::2
-    ]
-    assert runs.tolist() == [tubelet_rows] * 3 + [image_rows, tubelet_rows]
-    *pictures, spectrum = opened.pictures("train", numbers[3])
-    assert [picture.shape for picture in pictures] == [(3, 24, 32)] * (5 + 1 + 2)
-    assert len(spectrum) == 3
+def published_grid(width: int, height: int, tile: int, most: int) -> tuple[int, int]:
+    """InternVL's own loops (find_closest_aspect_ratio), over all grids."""
+    grids = [(i, j) for i in range(1, most + 1) for j in range(1, most + 1) if i * j <= most]
+    best_difference, best = float("inf"), (1, 1)
+    for grid in sorted(grids, key=lambda grid: grid[0] * grid[1]):
+        difference = abs(width / height - grid[0] / grid[1])
+        if difference < best_difference:
+            best_difference, best = difference, grid
+        elif difference == best_difference and width * height > 0.5 * tile**2 * grid[0] * grid[1]:
+            best = grid
+    return best
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([16, 448]), st.integers(1, 12))
+def test_tiles_lie_in_the_published_grid(width, height, tile, most):
+    """They differ only for two ratios equally far with as many tiles: any order is right."""
+    tiling = Tiling(tile, most)
+    grids = tiling.grid(width, height), published_grid(width, height, tile, most)
+    assert len({abs(width / height - columns / rows) for columns, rows in grids}) == 1
+    (count,) = {columns * rows for columns, rows in grids}
+    assert tiling.size_of(width, height) == count + (count > 1)
+    assert Tiling(tile, most, thumbnail=False).size_of(width, height) == count
+
+
+def test_tiles_come_row_by_row_and_the_thumbnail_last():
+    """Figure 4 of the InternVL 1.5 paper has 2 × 3 tiles."""
+    assert Tiling(448).grid(800, 1300) == (2, 3)
+    image = Image.new("RGB", (48, 32))
+    for place in range(6):
+        left, top = 16 * (place % 3), 16 * (place // 3)
+        image.paste((40 * place, 7, 200), (left, top, left + 16, top + 16))
+    tiles = Tiling(16, max_tiles=6).cut(image)
+    assert tiles.shape == (7, 3, 16, 16) and tiles.dtype == torch.uint8
+    for place in range(6):
+        assert tiles[place, 0].unique().tolist() == [40 * place]
+    assert tiles[6, 0, 0, 0] < tiles[6, 0, 15, 15]
+    assert (tiles[:, 1] == 7).all() and (tiles[:, 2] == 200).all()
+    with pytest.raises(ValueError, match="0 tiles"):
+        Tiling(16, max_tiles=0)

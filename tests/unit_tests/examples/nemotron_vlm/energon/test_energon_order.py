@@ -15,70 +15,61 @@ def epoch(order: Order, number: int) -> np.ndarray:
     return order.locate(np.arange(number * size, (number + 1) * size))[1]
 
 
-class TestSingle:
-    @settings(deadline=None, max_examples=60)
-    @given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 10**6))
-    def test_an_epoch_has_every_sample_once(self, size, seed, number):
-        order = Order([size], "single", [None], seed)
-        assert np.array_equal(np.sort(epoch(order, number)), np.arange(size))
-
-    def test_epochs_and_seeds_have_orders_of_their_own(self):
-        first, second = (Order([500], "single", [None], seed) for seed in (1, 2))
-        orders = [epoch(first, 0), epoch(first, 1), epoch(second, 0), np.arange(500)]
-        for place, one in enumerate(orders):
-            for other in orders[:place]:
-                assert (one == other).mean() < 0.02
-
-    def test_does_not_change(self):
-        """A resumed run must find the order of the version that began it."""
-        assert epoch(Order([12], "single", [None], (0, "train")), 0).tolist() == [
-            11, 7, 0, 8, 3, 10, 2, 1, 9, 5, 6, 4,
-        ]  # fmt: skip
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 10**6))
+def test_an_epoch_has_every_sample_once(size, seed, number):
+    order = Order([size], "single", [None], seed)
+    assert np.array_equal(np.sort(epoch(order, number)), np.arange(size))
 
 
-class TestBlend:
-    @settings(deadline=None, max_examples=20)
-    @given(st.lists(st.floats(0.001, 1), min_size=1, max_size=7))
-    def test_any_beginning_has_each_share_within_one_sample(self, weights):
-        shares, dataset, rank = blend(weights)
-        drawn = (dataset == np.arange(len(weights))[:, None]).cumsum(axis=1)
-        wanted = shares[:, None] / shares.sum() * np.arange(1, len(dataset) + 1)
-        assert np.abs(drawn - wanted).max() < 1
-        assert np.array_equal(rank, drawn[dataset, np.arange(len(dataset))] - 1)
-        assert np.allclose(shares / shares.sum(), np.array(weights) / sum(weights), atol=1e-3)
-
-    def test_simple_weights_are_exact(self):
-        shares, dataset, _ = blend([0.7, 0.3])
-        assert shares.tolist() == [7, 3]
-        assert sorted(dataset.tolist()) == [0] * 7 + [1] * 3
-
-    def test_each_data_set_goes_through_its_own_epochs(self):
-        order = Order([10, 4], "weights", [3.0, 1.0], 0)
-        assert order.epoch_size is None
-        pieces = [order.locate(np.arange(i, i + 40)) for i in range(0, 400, 40)]
-        dataset, sample = np.concatenate(pieces, axis=1)
-        for number, size in ((0, 10), (1, 4)):
-            drawn = sample[dataset == number]
-            for first in range(0, len(drawn) - size, size):
-                assert sorted(drawn[first : first + size]) == list(range(size))
+def test_epochs_and_seeds_have_orders_of_their_own_which_do_not_change():
+    """A resumed run must find the order of the version that began it."""
+    first, second = (Order([500], "single", [None], seed) for seed in (1, 2))
+    orders = [epoch(first, 0), epoch(first, 1), epoch(second, 0), np.arange(500)]
+    for place, one in enumerate(orders):
+        for other in orders[:place]:
+            assert (one == other).mean() < 0.02
+    assert epoch(Order([12], "single", [None], (0, "train")), 0).tolist() == [
+        11, 7, 0, 8, 3, 10, 2, 1, 9, 5, 6, 4,
+    ]  # fmt: skip
 
 
-class TestRepetitions:
-    def test_an_epoch_repeats_each_data_set_as_often_as_asked(self):
-        order = Order([6, 4], "repetitions", [2, 1.5], 0)
-        assert order.epoch_size == 18
-        dataset, sample = order.locate(np.arange(2 * 18))
-        assert np.bincount(sample[dataset == 0]).tolist() == [4] * 6
-        assert np.bincount(sample[dataset == 1]).tolist() == [3] * 4
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.floats(0.001, 1), min_size=1, max_size=7))
+def test_any_beginning_of_a_blend_has_each_share_within_one_sample(weights):
+    shares, dataset, rank = blend(weights)
+    drawn = (dataset == np.arange(len(weights))[:, None]).cumsum(axis=1)
+    wanted = shares[:, None] / shares.sum() * np.arange(1, len(dataset) + 1)
+    assert np.abs(drawn - wanted).max() < 1
+    assert np.array_equal(rank, drawn[dataset, np.arange(len(dataset))] - 1)
+    assert np.allclose(shares / shares.sum(), np.array(weights) / sum(weights), atol=1e-3)
+
+
+def test_each_data_set_goes_through_its_own_epochs():
+    assert blend([0.7, 0.3])[0].tolist() == [7, 3], "simple weights are exact"
+    order = Order([10, 4], "weights", [3.0, 1.0], 0)
+    assert order.epoch_size is None
+    pieces = [order.locate(np.arange(i, i + 40)) for i in range(0, 400, 40)]
+    dataset, sample = np.concatenate(pieces, axis=1)
+    for number, size in ((0, 10), (1, 4)):
+        drawn = sample[dataset == number]
+        for first in range(0, len(drawn) - size, size):
+            assert sorted(drawn[first : first + size]) == list(range(size))
+
+
+def test_an_epoch_repeats_each_data_set_as_often_as_asked():
+    order = Order([6, 4], "repetitions", [2, 1.5], 0)
+    assert order.epoch_size == 18
+    dataset, sample = order.locate(np.arange(2 * 18))
+    assert np.bincount(sample[dataset == 0]).tolist() == [4] * 6
+    assert np.bincount(sample[dataset == 1]).tolist() == [3] * 4
 
 
 @pytest.mark.parametrize(
     ("sizes", "mode", "weights", "text"),
     [
         ([6, 4], "weights", [1.0, 0.0], "must be positive"),
-        ([6, 4], "weights", [1.0, -1.0], "must be positive"),
         ([6, 4], "repetitions", [1, 0.1], "less than one"),
-        ([6, 4], "repetitions", [1, 0], "less than one"),
         ([3, 0], "weights", [1.0, 1.0], "each must have one"),
     ],
 )

@@ -1,9 +1,10 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The extra that --data energon needs, and the tool that makes a data set for it."""
+"""What --data energon needs, what a survey's processes import, and the tools that make data."""
 
 import importlib
 import io
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +20,32 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     source,
     text_lines,
 )
+
+NEEDED = "examples.mimo.nemotron_vlm.energon.survey", "torch", "megatron.energon"
+NOT_NEEDED = ("megatron.training", "megatron.core.transformer", "matplotlib", "sklearn", "pytest")
+NOT_NEEDED += ("torch._dynamo", "torch._inductor", "transformers.models.auto.modeling_auto")
+
+PROGRAM = """
+import sys
+from examples.mimo.nemotron_vlm.energon import survey
+
+code = "import sys; open(%r, 'w').write(chr(10).join(sys.modules))" % sys.argv[1]
+process = survey._importing_once().Process(target=exec, args=(code,))
+process.start()
+process.join()
+"""
+
+
+def test_a_surveys_processes_import_once_what_they_need_and_nothing_else(tmp_path: Path):
+    """A process that does nothing has all modules: it is forked from one that imported them.
+
+    The survey runs in a program of its own, because pytest's process may have a fork server.
+    """
+    said = tmp_path / "modules"
+    subprocess.run([sys.executable, "-c", PROGRAM, str(said)], check=True)
+    found = set(said.read_text().splitlines())
+    assert set(NEEDED) <= found
+    assert found.isdisjoint(NOT_NEEDED)
 
 
 def test_a_missing_package_is_refused_with_the_extra(monkeypatch):
@@ -61,10 +88,6 @@ def test_no_line_of_several_words_is_both_trained_on_and_held_out(tmp_path):
 
 def test_the_benchs_pictures_open(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(Path(make_webdataset.__file__).parents[1] / "bench")
-    pictures = importlib.import_module("pictures")
-    assert pictures.make(tmp_path / "pictures", "pictures", 32, [])[:2] == [
-        "--data",
-        f"energon:{tmp_path}/pictures",
-    ]
-    opened = source(tmp_path / "pictures", seq_length=999)
-    assert opened.epoch_size("train") == 32
+    made = importlib.import_module("pictures").make(tmp_path / "pictures", "pictures", 32, [])
+    assert made[:2] == ["--data", f"energon:{tmp_path}/pictures"]
+    assert source(tmp_path / "pictures", seq_length=999).epoch_size("train") == 32

@@ -1,0 +1,139 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Samples that cannot be used, each with the kind and the reason that a survey names."""
+
+import json
+
+import numpy as np
+from PIL import Image
+
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import image
+from tests.unit_tests.examples.nemotron_vlm.energon.media_files import (
+    colours,
+    mp4_without_video,
+    noise,
+    saved,
+    sound,
+)
+
+PNG, ASK = image(16, 16), {"role": "user", "content": "a"}
+
+
+def of(text: object, **files: bytes) -> dict[str, bytes]:
+    """Return a sample with a json."""
+    return {"json": text if isinstance(text, bytes) else json.dumps(text).encode()} | files
+
+
+def talk(*turns: dict | str, **files: bytes) -> dict[str, bytes]:
+    """Return a sample of messages; texts are those of a user."""
+    turns = [{"role": "user", "content": t} if isinstance(t, str) else t for t in turns]
+    return of({"messages": turns}, **files)
+
+
+def answer(text="b", **more) -> dict:
+    return {"role": "assistant", "content": text, **more}
+
+
+def last(who: str = "role", what: str = "content", **more) -> dict[str, bytes]:
+    """Return a question and an answer with more keys, as messages or as conversations."""
+    turns = [{who: "user", what: "a"}, {who: "assistant", what: "b"} | more]
+    return of({"messages" if who == "role" else "conversations": turns})
+
+
+def with_media(**files: bytes) -> dict[str, bytes]:
+    """Return a sample of files, named by suffix, and a caption."""
+    return of({"caption": "3"}, **files)
+
+
+def clip(*frames: bytes) -> dict[str, bytes]:
+    return with_media(**{f"video.{number}.png": frame for number, frame in enumerate(frames)})
+
+
+def one(value: float, rate: int = 16000, depth: str = "FLOAT") -> dict[str, bytes]:
+    """Return a sound that ends with a sample of this value."""
+    return with_media(wav=sound(np.append(np.zeros(999), value), rate, depth=depth))
+
+
+UNKNOWN, REASONS = "which is not understood", "message 2: its reasoning is no one text"
+TEXTS = [
+    (of(b"{"), "its json is damaged"),
+    (of(b"[" * 100_000), ""),
+    (of([]), "its json is no object"),
+    (of({}), "has neither conversations, messages nor a caption"),
+    (of({"conversations": "hello"}), "conversations is no list of"),
+    (of({"conversations": [{"from": "x", "value": ""}]}), 'unknown role "x"; known: system, user'),
+    (of({"conversations": [{"from": {"a": 1}, "value": ""}]}), 'unknown role {"a": 1};'),
+    (of({"caption": 3}), "a content is no text, and no list of items of type text"),
+    (of({"caption": "a", "mood": 1}), f'its json has "mood", {UNKNOWN}'),
+    (of({"caption": "a", "messages": []}), 'its json has "caption"'),
+    (of({"caption": "a", "tools": "[]"}), "its tools are no list of objects"),
+    (of({"caption": "a", "chat_template_kwargs": []}), "its chat_template_kwargs are no object"),
+    (of({"caption": "a", "fps": {"a": "b"}}), r'its fps is {"a": "b"}, no number'),
+    (last("from", "value", loss=0.5), r"message 2: a loss or weight of \[0.5\], not of 0 or 1"),
+    (last("from", "value", tone="x"), f'message 2 has "tone", {UNKNOWN}'),
+    (last(weight=2), r"message 2: a loss or weight of \[2\]"),
+    (last(weight=0, loss=True), r"message 2: a loss or weight of \[true, 0\]"),
+    (last(mood="x"), f'message 2 has "mood", {UNKNOWN}'),
+    (last(**{"\ud83d": 1}), r'message 2 has "\\ud83d", ' + UNKNOWN),
+    (last(tool_call_id="x"), 'message 2 has "tool_call_id"'),
+    (last(tool_calls={}), "message 2: its tool_calls are no list of objects"),
+    (last(reasoning="a", thinking="b"), REASONS),
+    (last(reasoning_content=["a"]), REASONS),
+    (last(reasoning_content="c"), "the chat template does not know reasoning_content"),
+    (last(content=None), "a content is no text, and no list of items of type text"),
+    (last(content=["a"]), "a content is no text, and no list of items of type text"),
+    (last(content=[{"type": "text", "text": "a", "mood": 1}]), 'an item of type text has "mood"'),
+    (last(content=[{"type": "image", "detail": "low"}]), 'an item of type image has "detail"'),
+    (last(role="critic"), 'unknown role "critic"; known: system, user, assistant, tool'),
+    (last(role="user", loss=True), "message 2: the loss is on the assistant's turns alone"),
+    (last(content=""), "an answer is empty"),
+    (last(content="nice \ud83d"), r"the tokenizer refuses it: half a character, '\\ud83d'"),
+    (talk("b"), "needs a user's turn and an assistant's answer"),
+    (talk(answer()), "needs a user's turn and an assistant's answer"),
+    (talk(ASK, answer(), ASK), "ends with a turn of user, which has no answer"),
+    (talk("<image>", answer(), **{"1.png": PNG, "2.png": PNG}), "1 <image> for 2 images"),
+    (talk("<image>", answer()), "1 <image> for 0 images"),
+    (talk("b", answer("<image>"), png=PNG), "<image> outside of the user's turns"),
+    (talk("b", answer("a <so_embedding>")), "its text has the token <so_embedding>"),
+]
+GREYS, SHORT = "convert its greys of 32 bits", "damaged: the file is shorter than its header says"
+MEDIA = [
+    (with_media(heic=b"something"), "unread format: heic: a format that Pillow does not read"),
+    (with_media(mp3=b"something"), "unread format: mp3: convert it to wav or flac"),
+    *(
+        (with_media(png=data), f"bad image: image 1: .*{why}")
+        for data, why in (
+            (b"", "Pillow finds no image"),
+            (b"something", "damaged, or not what its name says: Pillow finds no image"),
+            (image(8, 8, "EPS"), "Pillow finds no image"),
+            (saved(Image.new("I", (4, 4), 70000), "TIFF"), f"mode I: {GREYS}"),
+            (saved(Image.new("F", (4, 4), 0.5), "TIFF"), f"mode F: {GREYS}"),
+            (saved(Image.new("1", (20000, 5000)), "PNG"), "exceeds limit of 89478485 pixels"),
+            (saved(Image.new("1", (20000, 10000)), "PNG"), "exceeds limit of 178956970 pixels"),
+            (saved(colours(), "JPEG")[:-50], "truncated"),
+        )
+    ),
+    (with_media(**{"1.png": PNG, "2.png": b"nothing"}), "bad image: image 2: damaged"),
+    *(
+        (one(*of_sound), f"bad sound: sound 1: {why}")
+        for *of_sound, why in (
+            (np.nan, "a sample of nan"),
+            (-np.inf, 44100, "DOUBLE", "a sample of inf"),
+            (1e300, 16000, "DOUBLE", "a sample of inf"),  # as fp32
+            (32767, "a sample of 32767"),
+            (-17, 44100, "a sample of 17: .* -1 to 1, 16 at most"),
+            (0, 7, "7 samples a second; from 1000 to 1000000 are read"),
+        )
+    ),
+    (with_media(wav=b""), "bad sound: sound 1: neither FLAC nor WAV, or damaged"),
+    (with_media(wav=sound(np.zeros(0))), "bad sound: sound 1: 0 samples, of 16000 a second, are"),
+    (with_media(wav=sound(np.zeros(319))), "bad sound: sound 1: 319 samples, .* less than 320"),
+    (with_media(wav=noise()[:-2]), f"bad sound: sound 1: {SHORT}"),
+    (with_media(flac=noise(kind="FLAC")[:-200]), "bad sound: sound 1: "),
+    (clip(image(32, 24), image(24, 32)), "bad video: video 1: 2 of 2 frames, of 2 sizes"),
+    (clip(PNG, b"nothing"), "bad video: video 1: frame 2: damaged, or not what its name says"),
+    (with_media(mp4=b"\0\0\0\x20ftyp" + bytes(99)), "bad video: video 1: .*Invalid data found"),
+    (with_media(mp4=mp4_without_video()), "bad video: video 1: an MP4 file without video"),
+]
+BAD = [*((sample, f"bad text: {reason}") for sample, reason in TEXTS), *MEDIA]
+GOOD = [talk(ASK, answer()), talk(answer("Hi"), ASK, answer())]

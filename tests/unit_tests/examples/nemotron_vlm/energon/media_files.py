@@ -1,0 +1,135 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Files of images, clips and sounds that the tests make."""
+
+import io
+import struct
+from itertools import product
+
+import av
+import numpy as np
+import soundfile
+from PIL import Image, ImageOps
+
+WIDTH, HEIGHT = 40, 24
+RATES = (8000, 11025, 16000, 22050, 32000, 44100, 48000)
+DEPTHS = ("PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE")
+
+
+def colours(mode: str = "RGB") -> Image.Image:
+    """Return a picture whose corners differ, also in colours that transparency hides."""
+    y, x = np.mgrid[:HEIGHT, :WIDTH]
+    channels = [x * 255 // WIDTH, y * 255 // HEIGHT, 255 - x * 6, (x * y) % 256]
+    shown = Image.fromarray(np.stack(channels, -1).astype(np.uint8), "RGBA")
+    return shown if mode == "RGBA" else shown.convert("LA" if mode == "LA" else "RGB").convert(mode)
+
+
+def saved(image: Image.Image, kind: str, **options) -> bytes:
+    """Return the file of an image."""
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def oriented(kind: str, orientation: int, image: Image.Image | None = None, **options) -> bytes:
+    """Return a file whose EXIF data says how to turn it."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return saved(image or colours(), kind, exif=exif, **options)
+
+
+def palette(kind: str, **options) -> bytes:
+    """Return a file of 16 colours."""
+    return saved(colours().quantize(16), kind, **options)
+
+
+PAGES = {"save_all": True, "append_images": [ImageOps.flip(colours())]}
+OPAQUE = {
+    **{
+        f"{k} EXIF {n}": oriented(k, n)
+        for k, n in product(("JPEG", "PNG", "WEBP", "TIFF"), range(1, 9))
+    },
+    **{f"PNG {mode}": saved(colours(mode), "PNG") for mode in ("1", "L", "RGB", "P")},
+    **{f"JPEG {mode}": saved(colours(mode), "JPEG") for mode in ("L", "RGB", "CMYK")},
+    **{f"TIFF {mode}": saved(colours(mode), "TIFF") for mode in ("1", "L", "CMYK", "LAB", "YCbCr")},
+    **{k: saved(colours(), k) for k in ("BMP", "GIF", "PPM", "ICO", "TGA", "JPEG2000")},
+    **{f"{k} of two pages": saved(colours(), k, **PAGES) for k in ("GIF", "WEBP", "TIFF", "PNG")},
+}
+TRANSPARENT = {
+    **{f"PNG {mode}": saved(colours(mode), "PNG") for mode in ("RGBA", "LA")},
+    **{f"{kind} RGBA": saved(colours("RGBA"), kind) for kind in ("WEBP", "TIFF", "TGA", "ICO")},
+    "WEBP RGBA, lossless": saved(colours("RGBA"), "WEBP", lossless=True),
+    "TIFF LA": saved(colours("LA"), "TIFF"),
+    "PNG with a transparent entry": palette("PNG", transparency=3),
+    "PNG with transparencies": palette("PNG", transparency=bytes(range(0, 160, 10))),
+    "GIF with a transparent entry": palette("GIF", transparency=3),
+    "PNG RGB with a transparent colour": saved(colours(), "PNG", transparency=(0, 0, 255)),
+    "PNG L with a transparent colour": saved(colours("L"), "PNG", transparency=100),
+}
+DEEP = np.arange(WIDTH * HEIGHT, dtype=np.uint16).reshape(HEIGHT, WIDTH) * 68
+"""Greys of 16 bits."""
+
+
+def mp4(clockwise: str = "0", **options: str) -> bytes:
+    """Return five frames of colours, with the matrix of a camera that was held upright or turned.
+
+    Args:
+        options: of the container.
+    """
+    file, size = io.BytesIO(), (64, 48)
+    y, x = np.mgrid[: size[1], : size[0]]
+    with av.open(file, "w", format="mp4", options=options) as container:
+        stream = container.add_stream("libx264", rate=4, options={"crf": "5"})
+        (stream.width, stream.height), stream.pix_fmt = size, "yuv420p"
+        for number in range(5):
+            pixels = np.stack([x * 255 // size[0], y * 255 // size[1], 0 * x + 40 * number], -1)
+            frame = av.VideoFrame.from_ndarray(pixels.astype(np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    turns = {"0": (1, 0), "90": (0, 1), "180": (-1, 0), "270": (0, -1), "none": (0, 0)}
+    cos, sin = turns[clockwise]
+    data, one = file.getvalue(), 1 << 16
+    matrices = [
+        struct.pack(">9i", *(one * value for value in four), 0, 0, 1 << 30)
+        for four in ((1, 0, 0, 0, 1, 0), (cos, sin, 0, -sin, cos, 0))
+    ]
+    head = data.index(b"tkhd")  # the matrix of the movie comes before
+    return data[:head] + data[head:].replace(*matrices, 1)
+
+
+def mp4_without_video() -> bytes:
+    """Return a file of silence alone."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("aac", rate=16000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+        frame.sample_rate = 16000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def sound(samples: np.ndarray, rate: int = 16000, kind="WAV", depth="PCM_16") -> bytes:
+    """Return a file of samples from -1 to 1, [samples] or [samples, channels]."""
+    file = io.BytesIO()
+    with np.errstate(over="ignore"):
+        soundfile.write(file, samples, rate, format=kind, subtype=depth)
+    return file.getvalue()
+
+
+def noise(rate: int = 16000, channels: int = 1, kind="WAV", depth="PCM_16") -> bytes:
+    """Return a quarter of a second, to which all frequencies belong."""
+    samples = np.random.default_rng(rate).standard_normal((rate // 4 + 1, channels)) / 10
+    return sound(samples, rate, kind, depth)
+
+
+SOUNDS = {
+    f"{kind} {depth}, {rate} × {channels}": noise(rate, channels, kind, depth)
+    for rate, channels, kind, depth in (
+        *product(RATES, (1, 2), ("WAV", "FLAC"), ["PCM_16"]),
+        *((16000, 1, "WAV", depth) for depth in DEPTHS),
+        (44100, 6, "WAVEX", "PCM_24"),
+        (22050, 2, "FLAC", "PCM_24"),
+        (8000, 1, "WAV", "ULAW"),
+    )
+}

@@ -1,0 +1,277 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The survey: what it says of samples, of those that are left out, and what to train with."""
+
+import json
+import os
+import re
+import shlex
+import tarfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import yaml
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.data import make_source
+from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids
+from examples.mimo.nemotron_vlm.data.rows import COUNTED, Packing, Rows
+from examples.mimo.nemotron_vlm.data.sample import IMAGES, SampleSource
+from examples.mimo.nemotron_vlm.energon.__main__ import main
+from examples.mimo.nemotron_vlm.energon.advice import advise
+from examples.mimo.nemotron_vlm.energon.images import Resizing
+from examples.mimo.nemotron_vlm.energon.survey import MEDIA, Survey, make_survey
+from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.planner.inputs import plan_of
+from tests.e2e.launch import LIMIT_S, forked, wait_until
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
+    CRUDE,
+    ENCODERS,
+    damage_image,
+    encoder,
+    image,
+    make_shard,
+    names,
+    omni,
+    source,
+    survey,
+)
+from tests.unit_tests.examples.nemotron_vlm.runs import options_of
+
+TRAIN = 84
+
+
+def test_it_is_the_same_from_several_processes(digits, copied, tmp_path):
+    survey(copied, splits=["train"], workers=2, folder=tmp_path / "surveys")
+    opened, alone = source(copied, surveys=tmp_path / "surveys"), source(digits)
+    assert opened.fingerprint == alone.fingerprint
+    assert np.array_equal(opened.costs("train", 0, 500), alone.costs("train", 0, 500))
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("digits", "--max-tiles 3 --disable-thumbnail"),
+        ("digits", "--dynamic-resolution"),
+        ("digits", "--dynamic-resolution --dynamic-resolution-max-patches 64 --surveys {}"),
+        ("digits", "--dynamic-resolution --dynamic-resolution-min-patches 8"),
+        ("omni", "--model tiny-omni --dynamic-resolution --video-target-num-patches 36"),
+        ("omni", "--model tiny-omni --dynamic-resolution --video-frames 2"),
+        ("omni", "--model tiny-omni --dynamic-resolution --video-fps 1"),
+    ],
+)
+def test_one_that_is_missing_is_refused_with_the_command_that_makes_it(
+    request, tmp_path, kind, more
+):
+    path = request.getfixturevalue("copied" if kind == "digits" else "omni_shards")
+    line = ["--data", f"energon:{path}", "--tokenizer-model", str(path / "tokenizer")]
+    line += more.format(tmp_path / "surveys").split()
+
+    def opened(prompt: str) -> SampleSource:
+        options = options_of(*line, "--prompt", prompt)
+        return make_source(options.args, options.preset)
+
+    with pytest.raises(UserError, match="^[^\n]*no survey of train[^\n]*$") as refusal:
+        opened("What is it?")
+    command = shlex.split(str(refusal.value).partition("make one: ")[2])
+    assert command[:2] == ["python", "-m"] and main(command[3:]) == 0
+    other = encoder if kind == "digits" else omni
+    survey(path, makes=[other])
+    plain = source(path, encoder=other(path / "tokenizer")).fingerprint
+    assert opened("What is it?").fingerprint != plain
+    with pytest.raises(UserError, match="no survey of train"):
+        opened("Why?")
+
+
+def test_shards_cut_short_or_missing_and_damaged_images_are_named(digits, copied, surveyed):
+    damaged, shard = damage_image(copied, "train-0001.tar"), copied / "train-0002.tar"
+    with tarfile.open(shard) as tar:
+        keys = sorted({m.name.partition(".")[0] for m in tar})
+        cut = [m for m in tar.getmembers() if m.name.startswith(keys[10])][-1]
+    with open(shard, "r+b") as file:
+        file.truncate(cut.offset_data + 10)
+    (copied / "train-0003.tar").unlink()
+    printed = surveyed("--seq-length", "26")
+    assert f"{copied} train: 84 samples in 4 shards, 57 good" in printed
+    assert f"{copied} val: 12 samples in 1 shards, 12 good" in printed
+    assert f"  bad image: 1\n    {damaged}: image 1: " in printed
+    long = r"  too long: (\d+), of which --long-samples cut keeps \1\n    train-\S+: "
+    assert re.search(rf"{long}\d+ tokens, 26 fit\n", printed)
+    unread = re.split(r"\n(?=  \S|\S)", printed.partition("  unreadable shard: 26\n")[2])[0]
+    found = re.findall(r"^    (\S+): ", unread, re.MULTILINE)
+    assert found[:14] == [f"train-0002.tar/{key}" for key in keys[10:]]
+    assert [Path(name).parent.name for name in found[14:]] == ["train-0003.tar"] * 12
+    assert re.search(r"train-0003.tar/\S+: \[Errno 2\] No such file or directory\n", unread)
+    assert "Unexpected end of tar file\n" in unread and str(copied) not in unread
+
+
+def test_bad_samples_are_left_out_or_refused_until_they_are_surveyed_again(
+    digits, copied, surveyed
+):
+    damaged = damage_image(copied, "train-0001.tar")
+    survey(copied)
+    for make in ENCODERS.values():
+        given = {"encoder": make(copied / "tokenizer"), "seq_length": 64}
+        assert source(copied, **given).left_out("train") == {"bad image": 1}
+        assert damaged not in names(source(copied, **given), "train", range(TRAIN - 1))
+        with pytest.raises(ValueError, match=f"1 bad samples in train: {damaged}: "):
+            source(copied, bad_samples="refuse", **given)
+    (copied / "train-0001.tar").write_bytes((digits / "train-0001.tar").read_bytes())
+    assert "bad image: 1" in surveyed()
+    assert "bad image" not in surveyed("--again")
+    assert source(copied, bad_samples="refuse").fingerprint == source(digits).fingerprint
+
+
+def test_a_missing_shard_and_excluded_samples_are_named(copied):
+    path = copied / ".nv-meta" / "split.yaml"
+    split = yaml.safe_load(path.read_text()) | {"exclude": ["train-0000.tar/train-000003"]}
+    path.write_text(yaml.dump(split))
+    survey(copied)
+    opened = source(copied, bad_samples="refuse")
+    assert opened.left_out("train") == {"excluded by split.yaml": 1}
+    assert "train-0000.tar/train-000003" not in names(opened, "train", range(TRAIN - 1))
+    (copied / "train-0001.tar").unlink()
+    with pytest.raises(ValueError, match="1 shards are missing: train-0001.tar; .* with --again"):
+        source(copied)
+
+
+def test_sounds_of_a_model_without_sound_are_left_out(omni_shards):
+    plain = encoder(omni_shards / "tokenizer")
+    survey(omni_shards, makes=[encoder])
+    assert source(omni_shards, encoder=plain).left_out("train")["bad sound"] > 9
+    with pytest.raises(ValueError, match="sound 1: the model has no encoder of sound"):
+        source(omni_shards, encoder=plain, bad_samples="refuse")
+
+
+def test_samples_that_are_too_long_are_left_out_or_refused(digits):
+    opened, whole = source(digits, seq_length=20, bad_samples="refuse"), source(digits)
+    tokens = whole.costs("train", 0, TRAIN)[:, 0]
+    long = int((tokens > 20).sum())
+    assert 0 < long == opened.left_out("train")["too long"]
+    assert opened.epoch_size("train") == TRAIN - long
+    assert opened.costs("train", 0, 2 * TRAIN)[:, 0].max() <= 20
+    refused = (
+        rf"{long} long samples in train: train-\S+: \d+ tokens, 20 fit; .*; "
+        f"and {long - 3} more; leave them out with --long-samples skip"
+    )
+    with pytest.raises(ValueError, match=refused):
+        source(digits, seq_length=20, long_samples="refuse")
+    refused = "none of 84 samples of train can be used: 84 too long; a sequence has 3 tokens"
+    with pytest.raises(ValueError, match=refused):
+        source(digits, seq_length=3)
+
+
+def test_samples_are_cut_if_their_media_and_an_answers_token_fit(digits, tmp_path):
+    """Images are before the first answer, or after it; the third sample has none."""
+    answers = [{"from": "human", "value": "copy"}, {"from": "gpt", "value": "3 4 5"}]
+    late = [*answers, {"from": "human", "value": "copy <image>"}, answers[1]]
+    talks = [json.dumps({"conversations": turns}).encode() for turns in (answers, late)]
+    samples = [{"json": talk, "png": image(16, 32)} for talk in talks]
+    make_shard(tmp_path, [*samples, {"json": talks[0]}], CRUDE)
+    tokenizer = digits / "tokenizer"
+    survey(tmp_path, tokenizer, splits=["train"])
+    plain = source(tmp_path, tokenizer, seq_length=99)
+    texts = {plain.name("train", n): plain.text("train", n) for n in range(3)}
+    counts, prints, image_token = set(), [plain.fingerprint], plain.token_ids[IMAGES]
+    for length in range(9, 32):
+        opened = source(tmp_path, tokenizer, seq_length=length, long_samples="cut")
+        fitting = {
+            name
+            for name, text in texts.items()
+            if text.loss_mask[:length].any() and image_token not in text[0][length:]
+        }
+        numbers = range(opened.epoch_size("train"))
+        assert {opened.name("train", number) for number in numbers} == fitting
+        assert opened.left_out("train").get("too long", 0) == 3 - len(fitting)
+        for number in numbers:
+            found, whole = opened.text("train", number), texts[opened.name("train", number)]
+            assert opened.costs("train", number, 1)[0, 0] == len(found.input_ids) <= length
+            for part, wanted in zip(found, whole, strict=True):
+                assert torch.equal(part, wanted[:length])
+        counts.add(len(fitting))
+        if any(len(texts[name].input_ids) > length for name in fitting):
+            prints.append(opened.fingerprint)
+    assert counts == {1, 2, 3}
+    assert len(prints) == len(set(prints)) > 3, "what is cut elsewhere is other data"
+
+
+@pytest.mark.parametrize("large, share", [((48, 32), 1), ((120, 120), 0.75)])
+def test_it_says_how_many_images_its_own_bound_has_shrunk(large, share):
+    """The bound is 96 patches of 4 pixels, the size of 48 × 32."""
+    pixels = Resizing(PatchGrids(4, 2, 4, 96))
+    shapes = [(24, 20), (40, 24), (48, 32), large]
+    media, one = np.zeros(4, MEDIA), np.ones(4, np.int32)
+    media["size"] = [pixels.size_of(*shape) for shape in shapes]
+    media["own"] = [pixels.own_patches(*shape) for shape in shapes]
+    tokens = pixels.rows(media["size"]).astype(np.int32) + 3
+    found = Survey(0 * one, tokens, one, one.cumsum(), one, one, one, media, [], "")
+    of = SimpleNamespace(images=pixels, tokens_per_tile=1)
+    printed = "\n".join(advise(found, of, np.arange(4), Packing()))
+    assert re.search(rf"  96 +{share:.1%}", printed)
+    assert "-max-patches 96, which 99% of samples fit" in printed
+    assert printed.endswith(f"with which {share:.0%} of images keep their size")
+
+
+def test_it_recommends_a_length_and_tiles_and_says_what_others_leave_out(
+    digits, surveyed, tmp_path
+):
+    """No sample has more than 27 tokens."""
+    printed, opened = surveyed(), source(digits)
+    tokens = opened.costs("train", 0, TRAIN)[:, 0]
+    short = tokens[tokens <= 16]
+    shares = len(short) / TRAIN, short.sum() / tokens.sum(), 1 - short.mean() / 16
+    assert re.search("  16 +" + " +".join(f"{share:.1%}" for share in shares), printed)
+    rows = len(Rows(opened, "train", 64, Packing(TRAIN, 16)).first())
+    packed = 1 - tokens.sum() / rows / 64
+    assert re.search(rf"  64 .* {packed:.1%}\n  --max-tiles", printed)
+    assert "recommended: --seq-length 32 --max-tiles 3, " in printed
+    most = re.search(r"\n  2 .*%  +(\d+) tokens", printed)[1]
+    config = tmp_path / "run.yaml"
+    config.write_text("max-tiles: 2\ntrain-iters: 10\n")
+    assert f"99 %: {most} " in surveyed("--config", str(config))
+
+
+def test_it_is_what_the_planner_counts(omni_shards):
+    line = ["--data", f"energon:{omni_shards}", "--tokenizer-model", f"{omni_shards}/tokenizer"]
+    line += ["--model", "tiny-omni", "--dynamic-resolution", "--seq-length", "64"]
+    made = omni(omni_shards / "tokenizer")
+    opened = source(omni_shards, encoder=made, seq_length=64, seed=1234)
+    planned = plan_of(parse(line, 1))
+    for inputs, layout in planned.encoders:
+        each = inputs.encoder
+        sizes = opened.sizes("train", 0, COUNTED, each.name)
+        rows = sum(each.rows(row).sum() for row in sizes)
+        assert inputs.mean(inputs.embeddings) == rows / COUNTED
+        kept = [each.kept(row, layout).sum() for row in sizes]
+        assert inputs.most_kept(layout, 1, frozenset()) == pytest.approx(max(kept))
+        assert max(kept) > 1.2 * np.mean(kept)  # rows differ
+    with pytest.raises(UserError, match="99 images, .* sounds a row .* do not fit"):
+        plan_of(parse([*line, "--plan-tiles", "99"], 1))
+
+
+class Endless:
+    """A data set whose only sample is never read; the file gets the process that reads it."""
+
+    shards, ends = [SimpleNamespace(name="shard", count=1)], [0, 1]
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def raw(self, _index: int):
+        (self.path / "partial").write_text(str(os.getpid()))
+        (self.path / "partial").rename(self.path / "reading")
+        time.sleep(600)
+
+
+def test_processes_of_a_survey_that_is_killed_end(tmp_path):
+    running = forked(make_survey, Endless(tmp_path), SimpleNamespace(settings={}), tmp_path, 1)
+    try:
+        wait_until((tmp_path / "reading").exists, LIMIT_S)
+    finally:
+        running.kill()
+    psutil.Process(int((tmp_path / "reading").read_text())).wait(LIMIT_S)
