@@ -6,19 +6,14 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import copyfile
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import NemotronHForCausalLM, ParakeetFeatureExtractor
-from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import (
-    NemotronH_Omni_Reasoning_V3Processor,
-)
+from transformers import NemotronHForCausalLM
 
 from examples.mimo.nemotron_vlm.encoders import Encoder
-from examples.mimo.nemotron_vlm.encoders.sound import SHORTEST, Sound
+from examples.mimo.nemotron_vlm.encoders.sound import Sound
 from megatron.core.utils import unwrap_model
 from tests.unit_tests.checkpoint.conversions import (
     INDEX,
@@ -138,32 +133,15 @@ class TestOneRank:
         assert_back_again(directory, saved)
 
     @requires_world_size(1)
-    def test_rows_of_a_sound_are_its_own_beside_others(self, vlm, tmp_path):
-        """Theirs depend on padding if a sound's last frame has its own row, here in training too.
-        Weights that have changed come back changed, though the options name no model with sound."""
-        theirs, directory = whole_vlm(sound=True), tmp_path / "ours"
-        saved = save(theirs, tmp_path / "theirs")
+    def test_a_sound_projection_that_has_changed_comes_back_changed(self, vlm, tmp_path):
+        """The options name no model with sound; a model without sound may be written, too."""
+        saved, directory = save(whole_vlm(sound=True), tmp_path / "theirs"), tmp_path / "ours"
         convert("hf-to-megatron", "--vlm", saved, "--model", "tiny-omni", "--out", directory)
-        sizes = np.array([SHORTEST, 1279, 1280, 5000, 3840, 1439, 20000])
-        rng = torch.Generator().manual_seed(1)
-        sounds = [torch.randn(size, generator=rng) for size in sizes]
         with trainer(*loading(directory), *BATCH) as run, torch.no_grad():
-            entry = run.session.options.preset.encoders[1]
-            given = entry.collate([sounds])
-            given["frames"] = given["frames"].to(Utils.device)
-            sound = run.stages[0].modality_submodules[entry.name]
-            ours = sound({entry.key: given}).cpu()
-            for weight in unwrap_model(sound).input_projections.parameters():
+            sound = unwrap_model(run.stages[0].modality_submodules[Sound.name])
+            for weight in sound.input_projections.parameters():
                 weight.add_(1)
             run.save(tmp_path / "saved")
-            made = [ParakeetFeatureExtractor(32)([each.numpy()]) for each in sounds]
-            given = [(each["input_features"], each["attention_mask"]) for each in made]
-            wanted = torch.cat([theirs.get_audio_features(*each).pooler_output for each in given])
-        assert wanted.std() > 0.3
-        assert (ours - wanted).abs().max() <= TOLERANCE
-        processor = SimpleNamespace(audio_hop_length=160, audio_subsampling_factor=8)
-        count = NemotronH_Omni_Reasoning_V3Processor._estimate_audio_num_embeddings
-        assert entry.rows(sizes).tolist() == [count(processor, size) for size in sizes]
         convert("megatron-to-hf", tmp_path / "saved", "--like", saved, "--out", tmp_path / "back")
         back = tensors_of(tmp_path / "back")
         for name, tensor in tensors_of(saved).items():

@@ -3,8 +3,6 @@
 """Refusals of the converter: in words, by name, and before anything is written."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,13 +83,6 @@ def test_all_that_does_not_fit_is_listed(
         assert reason in said
 
 
-def test_an_encoder_that_is_not_there_is_named(models, refusal, tmp_path):
-    names = [name for name in tensors_of(models["--vision"]) if name.endswith(".embedder.weight")]
-    source = changed(models["--vision"], tmp_path / "none", dict.fromkeys(names))
-    said = refusal("hf-to-megatron", "--vision", source, "--model", "tiny")
-    assert said == f"error: {source}: no encoder: no tensor …{EMBEDDER}\n"
-
-
 def test_surplus_tensors_may_be_left_out_but_no_others(models, refusal, tmp_path, capsys):
     more = {"mtp.norm.weight": torch.zeros(32)}
     source = changed(models["--language"], tmp_path / "more", more)
@@ -133,7 +124,11 @@ def test_a_checkpoint_of_another_size_is_refused_by_name(models, refusal, tmp_pa
     assert "give the directory that --load takes" in capsys.readouterr().err
 
 
-def test_files_that_cannot_be_read_are_named(models, refusal, tmp_path):
+def test_files_and_parts_that_cannot_be_read_are_named(models, refusal, tmp_path):
+    names = [name for name in tensors_of(models["--vision"]) if name.endswith(".embedder.weight")]
+    source = changed(models["--vision"], tmp_path / "none", dict.fromkeys(names))
+    said = refusal("hf-to-megatron", "--vision", source, "--model", "tiny")
+    assert said == f"error: {source}: no encoder: no tensor …{EMBEDDER}\n"
     file = changed(models["--language"], tmp_path / "damaged") / "a.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     said = refusal("hf-to-megatron", "--language", file.parent)
@@ -142,17 +137,13 @@ def test_files_that_cannot_be_read_are_named(models, refusal, tmp_path):
     assert f"{tmp_path}: no checkpoint of the program" in said
 
 
-def test_the_program_does_not_overwrite_what_exists(models, tmp_path, monkeypatch):
-    monkeypatch.delenv("PYTHONPATH")  # the converter finds the checkout itself
-    given = ("--language", models["--language"], "--out", tmp_path)
-    command = [sys.executable, program.__file__, "hf-to-megatron", *map(str, given)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, f"error: --out {tmp_path} exists already\n")
-
-
-def test_a_missing_package_is_one_line(tmp_path, capsys, monkeypatch):
+def test_a_directory_that_exists_and_a_missing_package_are_refused(
+    models, tmp_path, monkeypatch, capsys
+):
+    given = ("hf-to-megatron", "--language", models["--language"], "--out")
+    assert run_converter(*given, tmp_path) == 2
+    assert capsys.readouterr().err == f"error: --out {tmp_path} exists already\n"
     monkeypatch.setattr(program, "find_spec", lambda name: None)
-    given = ("--language", str(tmp_path), "--out", str(tmp_path / "out"))
-    assert program.main(["hf-to-megatron", *given]) == 2
+    assert program.main(list(map(str, (*given, tmp_path / "out")))) == 2
     said = capsys.readouterr().err
     assert said == "error: safetensors is not installed: pip install 'transformers>=5.23'\n"

@@ -61,8 +61,8 @@ def objects_in(checkpoint: Path) -> set[str]:
     return {key for key in keys if "norm" in key and "_extra_state" in key}
 
 
+@requires_world_size(1)
 class TestOneRank:
-    @requires_world_size(1)
     @pytest.mark.parametrize("saves_them", [False, True])
     def test_layers_with_them_and_layers_without_them_go_on_alike(self, saves_them, tmp_path):
         """Weights and the optimizer's state are loaded: the next steps are the same."""
@@ -77,7 +77,6 @@ class TestOneRank:
             assert_shards_equal(run.stages, saved)
             assert run.train_step() == expected
 
-    @requires_world_size(1)
     def test_those_that_were_saved_are_loaded(self, tmp_path):
         scales = pickled({"scale_fwd": torch.arange(3.0)})
         with engine_norms(scales), run_of() as run:
@@ -85,7 +84,6 @@ class TestOneRank:
         with engine_norms() as loaded, run_of("--load", str(tmp_path)):
             assert loaded and all(torch.equal(given, scales) for given in loaded)
 
-    @requires_world_size(1)
     def test_those_that_would_run_code_are_refused(self, tmp_path):
         """Transformer Engine unpickles them without a look at what they name."""
         with engine_norms(pickled({"recipe": os.getpid})), run_of() as run:
@@ -95,7 +93,6 @@ class TestOneRank:
                 pass
         assert not loaded
 
-    @requires_world_size(1)
     def test_a_weight_that_is_missing_is_refused_by_name(self, tmp_path):
         """The model has one layer more; its extra state is not missed."""
         with run_of() as run:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Grids and patches of images of any size and of clips, as those of Nemotron 3 Nano Omni.
+"""Grids of images of any size and of clips, and rows of sounds, as those of Nemotron 3 Nano Omni.
 
 That their rows are transformers', too, is in test_omni.py.
 """
@@ -11,10 +11,14 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import (
+    NemotronH_Omni_Reasoning_V3Processor,
+)
 from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import (
     NemotronH_Omni_Reasoning_V3VideoProcessor,
 )
@@ -22,6 +26,7 @@ from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from examples.mimo.nemotron_vlm.data.clip_grids import ClipGrids, sampled_frames
 from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids, grids_of, tubelets_of
+from examples.mimo.nemotron_vlm.encoders.sound import SHORTEST
 from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b
 from tests.unit_tests.test_utilities import requires_world_size
 
@@ -81,8 +86,9 @@ def test_a_frame_has_their_grid(grids):
         assert grids.grid_of(height, width) == (rows, columns)
 
 
-@pytest.mark.parametrize("frames", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("sides", [(16, 16), (37, 91), (8, 100)])
+@pytest.mark.parametrize(
+    ("frames", "sides"), [(1, (16, 16)), (2, (37, 91)), (3, (8, 100)), (7, (37, 91))]
+)
 def test_a_clip_has_their_tubelets(frames, sides):
     clip = torch.randint(256, (frames, 3, *sides), dtype=torch.uint8)
     (theirs,) = processor(SMALL)._preprocess([clip])["pixel_values_videos"]
@@ -103,3 +109,11 @@ def test_a_clip_has_the_frames_that_theirs_samples():
                 continue  # theirs refuses it
             theirs = default_sample_indices_fn(video, wanted, wanted_fps)
             assert sampled_frames(total, fps, wanted, wanted_fps).tolist() == theirs.tolist()
+
+
+def test_a_sound_has_as_many_rows_as_theirs():
+    entry = nano_omni_30b_a3b().encoders[1]
+    sizes = np.array([SHORTEST, 1279, 1280, 5000, 3840, 1439, 20000])
+    theirs = SimpleNamespace(audio_hop_length=160, audio_subsampling_factor=8)
+    count = NemotronH_Omni_Reasoning_V3Processor._estimate_audio_num_embeddings
+    assert entry.rows(sizes).tolist() == [count(theirs, size) for size in sizes]
