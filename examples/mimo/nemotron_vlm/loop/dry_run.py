@@ -10,24 +10,17 @@ from dataclasses import replace
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED, PLACEMENTS, PLANNED, table
 from examples.mimo.nemotron_vlm.options.arguments import Options, parse
+from examples.mimo.nemotron_vlm.planner import parameters as params
 from examples.mimo.nemotron_vlm.planner.inputs import machine_of, plan_of, task_of, words_of
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED
 from examples.mimo.nemotron_vlm.planner.memory import peak
-from examples.mimo.nemotron_vlm.planner.parameters import (
-    EXPERT,
-    FIRST,
-    LAST,
-    PROJECTOR,
-    by_place,
-    stages_on_meta,
-)
 from examples.mimo.nemotron_vlm.planner.plan import Plan
 from examples.mimo.nemotron_vlm.planner.report import choices_of, describe, gib, memory_table
 from examples.mimo.nemotron_vlm.planner.search import search
 from examples.mimo.nemotron_vlm.planner.step_time import seconds, step_time
 
 KINDS = {"M": "Mamba-2", "G": "gated delta nets", "*": "attention", "E": "MoE", "-": "MLP"}
-KINDS |= {EXPERT: "routed experts", FIRST: "embedding", LAST: "norm, output"}
+KINDS |= {params.EXPERT: "routed experts", params.FIRST: "embedding", params.LAST: "norm, output"}
 """Rows of the table of parameters, by their place in the language model."""
 
 
@@ -97,13 +90,13 @@ def _check_alone() -> None:
 def _parameters(options: Options) -> str:
     """Return a table of parameters by part, in total and active per token (top-k experts)."""
     sizes, counts = options.preset.language, defaultdict(Counter)
-    with stages_on_meta(options, 0) as stages:
-        for place, numbers in by_place(stages).items():
+    with params.stages_on_meta(options, 0) as stages:
+        for place, numbers in params.by_place(stages).items():
             parts = ["language model", f"language: {KINDS.get(place, place)}"]
             if isinstance(place, tuple):
-                part = PROJECTOR if place[1] == PROJECTOR else "encoder"
+                part = params.PROJECTOR if place[1] == params.PROJECTOR else "encoder"
                 parts = [f"{place[0]} {part}" if options.preset.names[1:] else part]
-            share = sizes.moe_router_topk / sizes.num_experts if place == EXPERT else 1.0
+            share = sizes.moe_router_topk / sizes.num_experts if place == params.EXPERT else 1.0
             for part in (*parts, "all"):
                 counts[part].update(total=sum(numbers), active=sum(numbers) * share)
     ordered = sorted(counts, key=lambda part: (part == "all", part == "language model", part))

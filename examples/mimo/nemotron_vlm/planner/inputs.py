@@ -74,18 +74,16 @@ class Inputs:
         return float(max(sums.max() * rows / count, values.max()))
 
     def most_kept(
-        self,
-        own: Layout,
-        rows: float,
-        frozen: frozenset[ModelPart],
-        first: bool = True,
-        last: bool = True,
+        self, own: Layout, rows: float, frozen: frozenset[ModelPart], *ends: bool
     ) -> float:
         """Return the most elements that a rank of one stage keeps of the inputs of ``rows`` rows.
 
         A frozen encoder keeps nothing, but its projector may still be trained.
+
+        Args:
+            ends: whether the stage is its pipeline's first, and its last; both by default.
         """
-        encoder = self.encoder
+        encoder, (first, last) = self.encoder, ends or (True, True)
         if (encoder.name, "encoder") in frozen:
             if (encoder.name, "projector") in frozen:
                 return 0.0
