@@ -13,8 +13,6 @@ from overlay.errors import DIFFERS_FROM_LOCK, OverlayError
 from overlay.fetch import upstream
 from overlay.names import Version, compare
 from overlay.patchset import NEXT, PatchSet
-from overlay.series import Patched
-from overlay.source import functions
 
 _NOTHING_TO_DO = ("applies", "left out", "unchanged")
 _PLACES = 4  # most places of use that the table shows
@@ -51,7 +49,7 @@ def drift(patchset: PatchSet, checkout: Checkout) -> tuple[list[str], int]:
         package = {path: data for path, data in old.items() if path.startswith("megatron/")}
         git.write_files(Path(folder), package)
         pin, other = Version(Path(folder)), Version(checkout.root)
-    found = compare(ours, pin, other, _patched_functions(patched))
+    found = compare(ours, pin, other)
     names = [Finding(name, kind, text, places) for (kind, name, text), places in found.items()]
     names.sort(key=lambda row: (row.state, row.name))
     own = {name.removeprefix(NEXT): text for name, text in patchset.texts.items() if NEXT in name}
@@ -92,10 +90,3 @@ def _files(patchset: PatchSet, old: git.Files, checkout: Checkout) -> Iterator[F
             state = "gone upstream" if after is None else "changed upstream"
         if (before, after) != (None, None):
             yield Finding(path, state)
-
-
-def _patched_functions(patched: list[Patched]) -> set[str]:
-    """Return the full names of the pin's functions that patches change."""
-    sides = series.originals(patched), series.last_tree(patched)
-    before, after = ({p: functions(data, p) for p, data in one.items()} for one in sides)
-    return {name for path in before for name, _ in before[path].items() - after[path].items()}

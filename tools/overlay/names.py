@@ -13,7 +13,7 @@ import logging
 import textwrap
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 
@@ -89,13 +89,10 @@ class Version:
         return ast.unparse(tree)
 
 
-def compare(
-    ours: dict[str, bytes], pin: Version, other: Version, patched: Collection[str] = ()
-) -> dict[Finding, list[str]]:
+def compare(ours: dict[str, bytes], pin: Version, other: Version) -> dict[Finding, list[str]]:
     """Return upstream's names that are gone or do not fit any more, with their places in our files.
 
-    ours: our files, which both versions get; path to source. patched: full names of functions that
-    patches change.
+    ours: our files, which both versions get; path to source.
     """
     modules = {module_name(path) for path in ours}
     found = {path: uses(source, path) for path, source in ours.items()}
@@ -111,9 +108,6 @@ def compare(
             for kind, *finding in _check(name, use, pin, other):
                 places = findings[kind if known else f"perhaps {kind}", *finding]
                 places += [f"{path}:{use.line}"] * (f"{path}:{use.line}" not in places)
-    for name in sorted(patched):
-        if other.find(name) is not None and pin.body(name) != other.body(name):
-            findings["body", name, "changed upstream, and by a patch"] = []
     return findings
 
 

@@ -33,21 +33,6 @@ def module_name(path: str) -> str:
     return path.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
 
 
-@functools.cache
-def functions(source: bytes, path: str) -> dict[str, bytes]:
-    """Return the source of a file's functions and methods, decorators included, by full name."""
-    found, owners, lines = {}, [(module_name(path), ast.parse(source))], source.splitlines()
-    while owners:
-        name, owner = owners.pop()
-        for node in owner.body:
-            if isinstance(node, ast.ClassDef):
-                owners.append((f"{name}.{node.name}", node))
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                first = min(one.lineno for one in (node, *node.decorator_list))
-                found[f"{name}.{node.name}"] = b"\n".join(lines[first - 1 : node.end_lineno])
-    return found
-
-
 def prefixes(name: str) -> set[str]:
     """Return ``a``, ``a.b`` and ``a.b.c`` for ``a.b.c``."""
     parts = name.split(".")
