@@ -28,7 +28,9 @@ def test_a_commit_of_main_comes_from_a_git_directory(world):
     mini.make_repository(world.base / "remote", mini.LATER_UPSTREAM)
     commit = git(world.base / "remote", "rev-parse", "HEAD")
     world.edit_lock(lambda text: text.replace("1" * 40, commit))
-    assert world.run("fetch", world.base / "new", "--next", world.base / "remote").code == 0
+    for _ in range(2):  # a tree that is there already still puts its archive into the cache
+        assert world.run("fetch", world.base / "new", "--next", world.base / "remote").code == 0
+        (world.root / f"build/cache/main-{commit}.tar").unlink()
     texts = {path: (world.base / "new" / path).read_text() for path in mini.LATER_UPSTREAM}
     assert texts == mini.LATER_UPSTREAM
 

@@ -107,6 +107,8 @@ def fetch(
     if version not in lock.versions:
         versions = " and ".join(lock.versions)
         raise OverlayError(NOT_THE_PIN, f"the lock has {versions}, not {version}")
+    if directory:
+        packed(lock.versions[version], root, directory)  # refresh needs it, too
     if os.path.lexists(destination):
         Checkout(destination).check_version([version])
         return f"{destination}: already Megatron-LM {version}"
