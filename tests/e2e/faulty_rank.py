@@ -13,8 +13,6 @@ import signal
 import sys
 import time
 
-import psutil
-
 from megatron.core import cpu_runtime  # noqa: E402
 
 cpu_runtime.install()
@@ -37,15 +35,13 @@ PLACES = {
 
 def strike(kind: str) -> None:
     """Carry out the fault."""
-    if kind in ("kill", "stop"):
-        os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "raise":
         raise ValueError("the fault that was asked for")
     elif kind == "hang":
         while True:
             time.sleep(1)
-    elif kind == "loader":
-        psutil.Process().children()[0].kill()
     elif kind == "full":
         with contextlib.suppress(OSError), open(f"{training.get_args().save}/rest", "wb") as file:
             while True:

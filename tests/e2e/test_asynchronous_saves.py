@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The process that writes asynchronous saves lives as long as its rank."""
+"""The process that writes asynchronous saves lives as long as its rank, which notices its end."""
 
 import os
 import signal
@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-import pytest
 
 from examples.mimo.nemotron_vlm.loop.metrics import read_metrics
 from tests.e2e.launch import kill, wait_until
@@ -37,11 +36,6 @@ def writers(rank: subprocess.Popen | psutil.Process) -> list[psutil.Process]:
     """The process that writes, once it has its priority."""
     started = psutil.Process(rank.pid).children(recursive=True)
     return [process for process in started if process.nice() == 10]
-
-
-def kill_writer_of(rank: subprocess.Popen) -> None:
-    wait_until(lambda: writers(rank), LIMIT_S)
-    min(writers(rank), key=psutil.Process.create_time).kill()  # it may have started a process
 
 
 @contextmanager
@@ -83,34 +77,20 @@ def test_no_process_outlives_a_rank_that_is_killed(tmp_path):
                 process.kill()
 
 
-def test_a_rank_whose_writer_was_killed_makes_the_last_save_itself_and_ends(tmp_path):
-    saved, said = tmp_path / "saved", tmp_path / "said"
-    with training(tmp_path) as rank:
-        kill_writer_of(rank)
-        rank.send_signal(signal.SIGUSR1)
-        assert rank.wait(LIMIT_S) == 0, said.read_text()
-    ((ending, step),) = saves_that_failed(said.read_text())
-    assert ending == "warning" and int(step) == newest(saved)
-    assert "was not saved: rank 0: its writing process has ended; " in said.read_text()
-    assert_whole(saved / f"iter_{newest(saved):07d}", ranks=1)
-
-
-@pytest.mark.parametrize("is_killed", [True, False], ids=["no writer", "no file"])
-def test_a_save_that_fails_is_reported_and_later_ones_are_synchronous(is_killed, tmp_path):
+def test_after_the_writers_death_a_save_fails_and_later_ones_are_synchronous(tmp_path):
     saved, said = tmp_path / "saved", tmp_path / "said"
 
     def failed() -> list[int]:
         return [int(step) for _, step in saves_that_failed(said.read_text())]
 
-    if not is_killed:  # the writer finds a directory in the place of its file
-        (saved / "iter_0000020/__0_0.distcp").mkdir(parents=True)
     with training(tmp_path, "--save-interval", "20") as rank:
-        if is_killed:  # on a busy machine after it has written
-            kill_writer_of(rank)
+        wait_until(lambda: writers(rank), LIMIT_S)
+        min(writers(rank), key=psutil.Process.create_time).kill()  # it may have started a process
         goes_on = lambda: failed() and (newest(saved) or 0) > failed()[-1]  # noqa: E731
         wait_until(lambda: goes_on() or rank.poll() is not None, LIMIT_S)
         rank.send_signal(signal.SIGUSR1)
         assert rank.wait(LIMIT_S) == 0, said.read_text()
+    assert "was not saved: rank 0: its writing process has ended; " in said.read_text()
     first, *later = failed()
     assert later in ([], [first + 20])  # the one after it may have been under way
     (log,) = tmp_path.glob("log-*.txt")

@@ -24,13 +24,8 @@ def assert_refused(ends, *texts: str) -> None:
     ("arguments", "texts"),
     [
         (["--language", "tp=3"], ["tp=3 must divide", "Nearest that fit: "]),
-        (["--train-iters", "many"], ["--train-iters", "--help"]),
-        (["--data", "letters"], ["--data letters", "digits"]),
         (["--save", FILE / "saved"], ["--save", "cannot write there (Not a directory)"]),
-        (["--metrics-out", FILE.parent], ["--metrics-out", "cannot write there (Is a directory)"]),
         (["--load", FILE.parent], [f"--load {FILE.parent}: no checkpoint there"]),
-        (["--pretrained-checkpoint", FILE.parent], ["no checkpoint there"]),
-        (["--dry-run", "0"], ["--plan N and --dry-run RANKS take 1 or more"]),
         pytest.param(
             ["--device", "cuda"],
             ["PyTorch finds no GPU here"],

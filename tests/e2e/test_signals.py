@@ -38,14 +38,9 @@ HANDLED = SAVED + " --load {save} --exit-signal-handler"
 WITH = "the same command with --load {save}, without --finetune and --ckpt-step,"
 CASES = {
     "Ctrl-C": Case(LAUNCHER, signal.SIGINT, "group", SAVED + " --load {save}", 130, ENDED),
-    "Ctrl-C, without --load": Case(LAUNCHER, signal.SIGINT, "group", SAVED, 130, ENDED, WITH),
     "Ctrl-C of one process": Case(ALONE, signal.SIGINT, "group", SAVED, 130, ENDED, WITH),
-    "SIGTERM": Case(LAUNCHER, signal.SIGTERM, "launcher", SAVED + " --load {save}", 143, ENDED),
     "SIGTERM to all": Case(LAUNCHER, signal.SIGTERM, "group", "", 143, ENDED),
     "SIGTERM that is handled": Case(LAUNCHER, signal.SIGTERM, "launcher", HANDLED, 0, LEFT),
-    "the exit signal": Case(
-        LAUNCHER, signal.SIGUSR1, "launcher", HANDLED + " --exit-signal SIGUSR1", 0, LEFT
-    ),
     "the exit signal to all": Case(
         LAUNCHER, signal.SIGUSR1, "group", HANDLED + " --exit-signal SIGUSR1", 0, LEFT
     ),
