@@ -1,8 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's own scripts on the applied tree, with experts and Transformer Engine's layers.
+"""Upstream's ``pretrain_mimo.py`` on the applied tree, with experts and the engine's layers.
 
-The scripts are in git checkouts only: set ``MEGATRON_GIT_CHECKOUT`` to one.
+The script is in git checkouts only: set ``MEGATRON_GIT_CHECKOUT`` to one.
 """
 
 import os
@@ -28,17 +28,6 @@ GPUS = int(os.environ.get("GPUS", "2"))
 
 needs_two = pytest.mark.skipif(GPUS < 2, reason="needs 2 ranks, this run has 1")
 
-GPT = """
-    pretrain_gpt.py --transformer-impl transformer_engine --num-layers 2 --hidden-size 64
-    --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
-    --tokenizer-type NullTokenizer --vocab-size 63 --make-vocab-size-divisible-by 16 --mock-data
-    --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-grouped-gemm
-    --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss
-    --moe-aux-loss-coeff 0 --micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 1e-3
-    --lr-decay-style constant --adam-eps 1e-3 --attention-dropout 0 --hidden-dropout 0
-    --eval-iters 0 --eval-interval 100 --log-interval 1 --tensorboard-log-interval 1
-    --use-distributed-optimizer --no-gradient-accumulation-fusion --disable-bias-linear
-"""
 MIMO = f"{PROGRAM} {OPTIONS} {CHUNKWISE}"
 TWO_GPUS = "--encoder-tp 1 --encoder-dp 2 --llm-tp 2 --llm-dp 1 --llm-ep 2"
 
@@ -54,7 +43,7 @@ def tree(tmp_path_factory) -> Path:
 
 
 class Script:
-    """A script that runs on so many GPUs."""
+    """The script, on so many GPUs."""
 
     def __init__(self, tree: Path, ranks: int, command: str, folder: Path) -> None:
         folder.mkdir()
@@ -103,11 +92,6 @@ def check(
     }
     record_property("found", found)
     assert len(one[0]) == 4 and max(found.values()) <= tolerance, (found, one, other)
-
-
-@needs_two
-def test_pretrain_gpt_trains_on_two_gpus_as_on_one(tree, tmp_path, record_property):
-    check(tree, [(1, GPT), (2, GPT)], tmp_path, record_property)
 
 
 @needs_two
