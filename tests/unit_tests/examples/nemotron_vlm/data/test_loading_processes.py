@@ -1,7 +1,10 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Loading processes: a full disk under shared memory, and a sample that is read too early."""
+"""A loading process that dies or finds no room, and a sample that is read too early."""
 
+import os
+import re
+import signal
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -24,6 +27,19 @@ class Echo:
 
 def takes_of(samples: int) -> Iterator[SimpleNamespace]:
     return (SimpleNamespace(split="train", rows=[[n]], shares={}) for n in range(samples))
+
+
+def test_a_process_that_dies_ends_the_reading_in_a_line_that_names_its_sample():
+    class Deadly(Echo):
+        def __getitem__(self, take: SimpleNamespace) -> int:
+            if (number := super().__getitem__(take)) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return number
+
+    options = {"num_workers": 1, "prefetch_factor": 2, "multiprocessing_context": "fork"}
+    *before, line = read_ahead(Deadly(), takes_of(12), **options)
+    assert before == list(range(len(before))) and len(before) <= 3
+    assert re.fullmatch(r"DataLoader worker \(pid.*\) .*; it was reading train 3", line)
 
 
 @pytest.mark.parametrize(("notes", "error"), [(False, RuntimeError), (True, OSError)])

@@ -37,25 +37,43 @@ RUN = "--train-iters 7 --global-batch-size 12 --micro-batch-size 1 --seq-length 
 RUN += " --encoder dp=2 --language dp=2 --num-workers 2"
 EPOCH, OF_RANK = 84, 42
 SHARD = "train-0001.tar"
+ALWAYS = 10**9
 LATER = 6
 """Microbatches that a rank has drawn when a fault strikes that does not strike from the start."""
 
 
 def refused(error: int, times: int, file: str = SHARD) -> Callable[[Path], None]:
-    """Let each process's first reads of a file fail; processes are forked from this one."""
+    """Let each process's first reads of a file fail."""
+    return lambda data: _in_reads(file, times, lambda _: _raise(error))
 
-    def strike(data: Path) -> None:
-        read, left = PosixFile.read, [times]
 
-        def faulty(opened: PosixFile, size: int = -1) -> bytes:
-            if opened.name.endswith(file) and left[0]:
-                left[0] -= 1
-                raise OSError(error, os.strerror(error))
-            return read(opened, size)
+def _raise(error: int) -> None:
+    raise OSError(error, os.strerror(error))
 
-        PosixFile.read = faulty
 
-    return strike
+def _in_reads(file: str, times: int, act: Callable[[PosixFile], None]) -> None:
+    """Act in each process's first reads of a file; processes are forked from this one."""
+    read, left = PosixFile.read, [times]
+
+    def faulty(opened: PosixFile, size: int = -1) -> bytes:
+        if opened.name.endswith(file) and left[0]:
+            left[0] -= 1
+            act(opened)
+        return read(opened, size)
+
+    PosixFile.read = faulty
+
+
+def stale(data: Path) -> None:
+    """Let the first file that each process has read twice be stale until it is opened anew."""
+    reads = Counter()
+
+    def act(opened: PosixFile) -> None:
+        reads[opened] += 1
+        if opened is next(iter(reads)) and reads[opened] > 2:
+            _raise(errno.ESTALE)
+
+    _in_reads(SHARD, ALWAYS, act)
 
 
 def killed(data: Path) -> None:
@@ -110,16 +128,15 @@ class Fault(NamedTuple):
 
 
 CHANGED = rf"/{SHARD}/train-\d+ has changed since the survey: {{}}"
+NEXT_TRY = rf"/{SHARD}, sample \d+: \[Errno {{}}\] .*; next try in 0.1 s"
 ROWS = {
     "a read is refused (`EIO`, `ESTALE`, …), and succeeds later": {
-        "EIO": Fault(
-            *(refused(errno.EIO, 2), rf"/{SHARD}, sample \d+: \[Errno 5\] .*; next try in 0.1 s"),
-            ends=False,
-        ),
+        "EIO": Fault(refused(errno.EIO, 2), NEXT_TRY.format(5), ends=False),
+        "ESTALE": Fault(stale, NEXT_TRY.format(116), ends=False),
     },
     "a read is refused to the end": {
         "EIO for good": Fault(
-            refused(errno.EIO, 10**9),
+            refused(errno.EIO, ALWAYS),
             rf"/{SHARD}, sample \d+ cannot be read, also after 0.3 s: \[Errno 5\] ",
         ),
     },
@@ -149,7 +166,7 @@ ROWS = {
         "survey cut short": Fault(
             truncated(".nv-meta/survey-*[0-9a-f].npy", 300), "survey cannot be read"
         ),
-        "EIO of metadata": Fault(refused(errno.EIO, 10**9, ".yaml"), "Input/output error"),
+        "EIO of metadata": Fault(refused(errno.EIO, ALWAYS, ".yaml"), "Input/output error"),
     },
 }
 CASES = [
