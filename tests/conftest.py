@@ -27,6 +27,8 @@ BEFORE = frozenset(Path(os.environ[BEGUN]).read_text().splitlines() if BEGUN in 
 
 # Otherwise PyTorch would compile Megatron's small functions for each shape of a test.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# Programs set it before they import PyTorch; Megatron's checks ask for it.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -73,7 +73,7 @@ def _next_question() -> str:
 def _files(options: Namespace) -> list:
     """Read the files of all media."""
     from examples.mimo.common.errors import UserError
-    from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
+    from examples.mimo.nemotron_vlm.encoders.names import IMAGES, SOUND
     from examples.mimo.nemotron_vlm.energon.conversation import VIDEO
     from examples.mimo.nemotron_vlm.energon.encoding import File
     from examples.mimo.nemotron_vlm.energon.records import numerically

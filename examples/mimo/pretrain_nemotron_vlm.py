@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 4 examples/mimo/pretrain_nemotron_vlm.py \\
         --encoder tp=2,dp=2 --language tp=1,dp=4 --train-iters 20
 
-Megatron's options are taken, except those in ``common/refusals.py`` and
-``nemotron_vlm/options/refusals.py``, each of which is refused with a reason;
+Megatron's options are taken, except those in ``common/megatron_rules.py`` and
+``nemotron_vlm/options/rules.py``, each of which is refused with a reason;
 ``--help-all`` lists them.
 Bad input ends every rank with exit code 2 and one line.
 """
@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from examples.mimo.common.errors import end_rank  # noqa: E402
 from examples.mimo.common.standing import end_quietly  # noqa: E402
-from examples.mimo.nemotron_vlm.options.environment import at_start, uses_gpus  # noqa: E402
+from examples.mimo.nemotron_vlm.options.environment import at_start  # noqa: E402
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # any free port
@@ -62,9 +62,9 @@ def main(argv: list[str]) -> int:
     end_quietly(is_alone="RANK" not in os.environ)
     if "RANK" not in os.environ:
         os.environ.update(ALONE)
-    on_gpus = uses_gpus(argv)
     try:
-        os.environ.update(at_start(argv))
+        on_gpus, environment = at_start(argv)
+        os.environ.update(environment)
         if on_gpus:
             share_gpus()
         else:

@@ -15,13 +15,13 @@ from megatron.core import cpu_runtime  # noqa: E402
 
 cpu_runtime.install()  # also in the writing process, which imports this file
 
-from examples.mimo.common import refusals  # noqa: E402
+from examples.mimo.nemotron_vlm.options.rules import RULES  # noqa: E402
 from examples.mimo.pretrain_nemotron_vlm import main  # noqa: E402
 
 # The writing process finds this file: the program has put its checkout first.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 if __name__ == "__main__":
-    (on_cpu,) = [refusal for refusal in refusals.REFUSALS if refusal.option == "--async-save"]
-    refusals.REFUSALS.remove(on_cpu)
+    (on_cpu,) = [rule for rule in RULES if rule.title == "--async-save"]
+    RULES.remove(on_cpu)
     sys.exit(main(sys.argv[1:]))

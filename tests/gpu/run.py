@@ -80,7 +80,7 @@ class Stage:
 
     def environment(self) -> dict[str, str]:
         """Return the variables that libraries read at their start, as the program sets them."""
-        found = at_start(["--cuda-graph-impl", "local"] if AHEAD in self.paths else [])
+        found = at_start(["--cuda-graph-impl", "local"] if AHEAD in self.paths else [])[1]
         if self.paths[0] not in PROGRAMS:
             found["CUDA_VISIBLE_DEVICES"] = ",".join(
                 str(self.first + rank) for rank in range(self.ranks)

@@ -15,8 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from examples.mimo.common.option_group import add_options
 from examples.mimo.nemotron_vlm.model.presets import tiny
-from examples.mimo.nemotron_vlm.options.arguments import extend
+from examples.mimo.nemotron_vlm.options.command_line import set_defaults
+from examples.mimo.nemotron_vlm.options.defaults import defaults
+from examples.mimo.nemotron_vlm.options.own_options import OwnOptions
 from megatron.training.arguments import add_megatron_arguments
 from mini import REPOSITORY
 from overlay.patchset import PatchSet
@@ -77,7 +80,8 @@ def test_paths_in_the_text_are_there():
 
 def test_the_program_has_the_options_of_the_commands():
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    extend(parser, tiny(), "cuda", packs=False)
+    add_options(parser, OwnOptions)
+    set_defaults(parser, defaults(tiny(), "cuda", packs=False))
     used = set()
     for document in DOCUMENTS:
         for block in re.findall(r"^```bash\n(.*?)^```$", document.read_text(), re.M | re.DOTALL):

@@ -18,10 +18,10 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import NON_COLOCATED, PLACEMENTS, Batch, Layout, parse_layout
 from examples.mimo.nemotron_vlm.loop import dry_run
 from examples.mimo.nemotron_vlm.model.presets import find_preset
-from examples.mimo.nemotron_vlm.options import arguments
-from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.options import derived
+from examples.mimo.nemotron_vlm.options.command_line import read
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
-from examples.mimo.nemotron_vlm.options.own_options import own_options
+from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.nemotron_vlm.planner import parameters as params
 from examples.mimo.nemotron_vlm.planner.inputs import Inputs, plan_of, tiles_of
 from examples.mimo.nemotron_vlm.planner.layers import language_layer
@@ -58,7 +58,7 @@ def task_of(model="tiny", world=WORLD, batch=64, tiles="2", machine=H200, **how)
 
 def test_memory_is_within_5_percent_of_measured_runs_and_time_orders_them(monkeypatch):
     """The runs had Megatron's loss, and encoded one microbatch at once unless they say more."""
-    monkeypatch.setattr(arguments, "has_loss_kernel", lambda: False)
+    monkeypatch.setattr(derived, "has_loss_kernel", lambda: False)
     times = {}
     for file in sorted(MEASURED.glob("*.json")):
         for run in json.loads(file.read_text())["runs"]:
@@ -67,7 +67,7 @@ def test_memory_is_within_5_percent_of_measured_runs_and_time_orders_them(monkey
                 continue
             if "--encoder-macro-batch" not in words:
                 words += " --encoder-macro-batch 1"
-            plan = plan_of(parse(shlex.split(words), run["ranks"]))
+            plan = plan_of(Run.of(shlex.split(words), run["ranks"]))
             measured = run["peak_memory_gib"] * 2**30
             assert peak(plan) == pytest.approx(measured, rel=0.05), (file.name, run["name"])
             times[run["arguments"]] = seconds(plan), run["step_s"]
@@ -132,7 +132,7 @@ def test_parameters_are_those_of_the_rank_s_own_model(
     monkeypatch.setenv("WORLD_SIZE", str(world))
     layouts = ["--encoder", encoder, "--language", language, "--placement", placement]
     batch = ["--global-batch-size", str(2 * world), "--micro-batch-size", "1"]
-    options = parse(["--model", model, *layouts, *batch], world)
+    options = Run.of(["--model", model, *layouts, *batch], world)
     lay, wanted = options.layouts, Counter()
     with params.stages_on_meta(options, rank) as stages:
         for place, numbers in params.by_place(stages).items():
@@ -258,8 +258,8 @@ PRECISE = "--use-precision-aware-optimizer"
 )
 def test_state_has_the_types_that_the_optimizer_keeps(options, state, monkeypatch):
     """Bytes of a gradient and of Adam's state, by the documentation of Megatron and FusedAdam."""
-    monkeypatch.setattr(arguments, "has_loss_kernel", lambda: True)
-    plan = plan_of(parse(shlex.split(f"--device cuda --bf16 --plan 2 {options}"), 2))
+    monkeypatch.setattr(derived, "has_loss_kernel", lambda: True)
+    plan = plan_of(Run.of(shlex.split(f"--device cuda --bf16 --plan 2 {options}"), 2))
     (parts,) = memory_of(plan)
     numbers = parts["parameters"] / 2
     assert parts["gradients"] == state[0] * numbers
@@ -275,8 +275,8 @@ def test_the_fastest_plan_is_run_by_ranks_whose_layouts_are_planned(more, monkey
     line = f"--language planned --global-batch-size 12 --seq-length 64 {more}".split()
     task = task_of(batch=12, machine=replace(H200, gpus_per_node=2))
     for ranks in (6, 4):
-        words = dry_run.planned(line, own_options(line), ranks)
-        found = parse(words, ranks).layouts
+        words = dry_run.planned(read(line), ranks)
+        found = Run.of(words, ranks).layouts
         assert found.batch.micro_size == 1 or "--pack" not in more
         assert found.non_colocated or "--placement" not in more
         assert found in list(candidates(replace(task, world=ranks, seq_length=64)))

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.options.run import Run
 from mini import REPOSITORY
 from tests.slurm.rows_on_nodes import rows
 from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS
@@ -20,7 +20,7 @@ def test_the_program_takes_every_row():
     assert {row.ranks for row in found} == {1, 2, 4, 8}
     for row in {*found, *COMPARED_WITH.values()}:
         for command in row.commands:
-            assert parse([*command, "--device", "cuda"], row.ranks).layouts, row
+            assert Run.of([*command, "--device", "cuda"], row.ranks).layouts, row
     for row in [row for group in rows("cpu").values() for row in group]:
         assert MODELS[row.model].source is None and "{" not in str(row.commands)
 

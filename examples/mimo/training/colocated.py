@@ -21,7 +21,9 @@ from torch.utils.data import DataLoader
 
 from examples.mimo.common.layout import SIZES, Batch, Layout, Layouts, option_of
 from examples.mimo.common.layout_rules import language_violation, staged_pattern
-from examples.mimo.common.refusals import IN_OTHERS, REFUSALS, refuse
+from examples.mimo.common.megatron_rules import IN_OTHERS, OF_MEGATRON
+from examples.mimo.common.refused_options import FAMILIES
+from examples.mimo.common.rules import check
 from examples.mimo.common.steps import Microbatch, data_provider, held_out_steps, training_steps
 from examples.mimo.model_providers import MimoProvider
 from examples.mimo.training.batch import move_batch_to_cuda
@@ -89,8 +91,9 @@ def take_sizes(args: argparse.Namespace) -> None:
             f"--mimo-layout {COLOCATED} needs --llm-offset 0, not {args.llm_offset}: both modules "
             "start at rank 0"
         )
-    refuse(argparse.Namespace(**vars(args) | {"device": "cuda"}), [*REFUSALS, *IN_OTHERS])
     layouts = _layouts(args)
+    on_gpus = argparse.Namespace(**vars(args) | {"device": "cuda"})
+    check(SimpleNamespace(args=on_gpus, layouts=layouts), [*FAMILIES, *OF_MEGATRON, *IN_OTHERS])
     encoder, language = layouts.encoder, layouts.language
     if encoder.size != args.world_size:
         raise ValueError(

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from examples.mimo.nemotron_vlm.data.sample import IMAGE, SampleSource, Text
+from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
+from examples.mimo.nemotron_vlm.encoders.names import IMAGE
 from examples.mimo.nemotron_vlm.loop.forward_step import forward_step
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region

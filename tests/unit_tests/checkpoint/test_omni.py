@@ -17,9 +17,10 @@ from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import
     NemotronH_Omni_Reasoning_V3VideoProcessor,
 )
 
-from examples.mimo.nemotron_vlm.data.sample import IMAGE, IMAGES
+from examples.mimo.nemotron_vlm.encoders.names import IMAGE, IMAGES
 from examples.mimo.nemotron_vlm.loop.dry_run import dry_run
 from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b, tiny_omni
+from examples.mimo.nemotron_vlm.options.command_line import read
 from tests.unit_tests.checkpoint.conversions import (
     TOLERANCE,
     Given,
@@ -264,7 +265,7 @@ def test_a_dry_run_counts_the_parameters_of_transformers_model(released, monkeyp
     counts["all"] = counts.total()
     Utils.destroy()
     monkeypatch.setenv("WORLD_SIZE", "1")
-    said = dry_run(["--model", "nano-omni-30b-a3b", "--data", "mock"], 1)
+    said = dry_run(read(["--dry-run", "--model", "nano-omni-30b-a3b", "--data", "mock"]))
     table = dict(re.findall(r"^(\S.*?)  +(\S+ B) ", said, re.MULTILINE))
     for theirs, ours in (
         ("vision_model", "images encoder"),

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from examples.mimo.nemotron_vlm.model.model import initial_draws
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
-from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.nemotron_vlm.planner.parameters import stages_on_meta
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -56,7 +56,7 @@ def program_model(preset: VLMPreset) -> Iterator[ProgramModel]:
     os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
     try:
         with contextlib.redirect_stdout(None):
-            options = parse(["--transformer-impl", "local"], 1, preset)
+            options = Run.of(["--transformer-impl", "local"], 1, preset)
             with stages_on_meta(options, 0) as (model,):
                 yield ProgramModel(model, preset)
     finally:

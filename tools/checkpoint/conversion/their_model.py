@@ -18,7 +18,7 @@ from conversion.sources import LANGUAGE, config_of, preset_of, sources_of
 from conversion.trained import ASKED, INPUTS
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import make_encoder
-from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
+from examples.mimo.nemotron_vlm.encoders.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.encoders.radio.entry import Radio
 from examples.mimo.nemotron_vlm.energon import conversation
 from examples.mimo.nemotron_vlm.energon.encoding import File

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from conversion.their_model import embedded, their_model, their_rows
 from conversion.torch_dist import Checkpoint
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND, SampleSource, Text
-from examples.mimo.nemotron_vlm.data.sound_lengths import SAMPLING_RATE
+from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
+from examples.mimo.nemotron_vlm.encoders.names import IMAGES, SOUND
+from examples.mimo.nemotron_vlm.encoders.sound_lengths import SAMPLING_RATE
 from examples.mimo.nemotron_vlm.loop import run as program
 from examples.mimo.nemotron_vlm.loop.forward_step import forward_step
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
-from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.pretrain_nemotron_vlm import ALONE
 from megatron.core.models.mimo.schedule.replaced import replaced
 
@@ -145,7 +146,7 @@ def our_logits(checkpoint: Path, preset: VLMPreset, source: Given) -> dict[int, 
     words += "--dynamic-resolution --pretrained-checkpoint"
     os.environ.update(ALONE)
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        session = program.open_session(parse([*words.split(), str(checkpoint)], 1, preset), source)
+        session = program.open_session(Run.of([*words.split(), str(checkpoint)], 1, preset), source)
         with replaced(program, forward_step=noted):
             program.train(session)
         program.close_session(session)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.mock import MockStrips
-from examples.mimo.nemotron_vlm.data.sample import SOUND, SampleSource
+from examples.mimo.nemotron_vlm.data.sample import SampleSource
 from examples.mimo.nemotron_vlm.data.whole_images import WholeImages, most_rows
+from examples.mimo.nemotron_vlm.encoders.names import SOUND
 
 if TYPE_CHECKING:
     from examples.mimo.nemotron_vlm.energon.encoding import Encoder

@@ -23,11 +23,12 @@ from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.data.loading_processes import read_ahead
 from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
-from examples.mimo.nemotron_vlm.data.step_plan import StepPlan, StepWork, Take
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
+from examples.mimo.nemotron_vlm.data.step_plan import StepPlan, Take
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from megatron.core.dist_checkpointing.managed_queue import end_with_rank
+from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.forward.flops import StepWork, note_work
 from megatron.core.models.mimo.setup.module_groups import Modules, encoder_part
 
 
@@ -44,6 +45,7 @@ class Loading:
         preset: VLMPreset,
         modules: Modules,
         source: SampleSource,
+        schedule: EncoderSchedule,
     ) -> None:
         language = modules[LANGUAGE].groups
         self.waited_s = 0.0
@@ -56,7 +58,7 @@ class Loading:
             language_dp=language and language.dp.rank(),
             width=args.hidden_size,
             balance=args.balance,
-            schedule=schedule_of(args),
+            schedule=schedule,
         )
         self.reader = Reader(
             source,
@@ -77,11 +79,11 @@ class Loading:
     def training(self) -> Iterator[Microbatch]:
         """Yield microbatches without end, from the first row that the run has not consumed.
 
-        Megatron's arguments get the work of each step, for its count of operations.
+        The count of operations gets the work of each step.
         """
-        args = self.args
-        for batch, work in self._loaded(self._takes("train", training_steps(args, self._dp))):
-            args.modality_flops_per_sample, args.packed_per_sample = work
+        steps = training_steps(self.args, self._dp)
+        for batch, work in self._loaded(self._takes("train", steps)):
+            note_work(work)
             yield batch
 
     def held_out(self) -> Iterator[Microbatch]:

@@ -9,14 +9,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-IMAGES = "images"
-"""Name of the encoder of image tiles."""
-SOUND = "sound"
-"""Name of the encoder of sound."""
-
-PAD, BOS, EOS, IMAGE, READ = range(5)
-FIRST_DIGIT = 10
-"""Token id of the digit 0; 1 to 9 follow. Every preset's vocabulary holds all these ids."""
+from examples.mimo.nemotron_vlm.encoders.names import (
+    BOS,
+    EOS,
+    FIRST_DIGIT,
+    IMAGE,
+    IMAGES,
+    PAD,
+    READ,
+)
 
 Score = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Scores tokens ``read [n]`` against ``labels [n]``: which are right, which count; bool [n]."""

@@ -22,6 +22,7 @@ from examples.mimo.nemotron_vlm.data.rows import PLACE, ROWS, SAMPLE, WORK, Rows
 from examples.mimo.nemotron_vlm.encoders import Encoder
 from megatron.core.models.mimo.bridge.topology import atoms_of
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
+from megatron.core.models.mimo.forward.flops import StepWork
 
 Inputs = list[np.ndarray]
 """An encoder's inputs in each row of a step, as `Rows.inputs` returns them."""
@@ -47,18 +48,6 @@ class Share(NamedTuple):
     ranges: list[InputRange] | None
     encoded: np.ndarray | None = None
     consumed: np.ndarray | None = None
-
-
-class StepWork(NamedTuple):
-    """The work of a step's rows on all ranks, as means for a row.
-
-    Args:
-        operations: the encoders' operations, forward and backward.
-        packed: tokens, and the sum of the samples' squared lengths; None if rows are not packed.
-    """
-
-    operations: float
-    packed: tuple[float, float] | None
 
 
 class Take(NamedTuple):

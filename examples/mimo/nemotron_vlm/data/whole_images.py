@@ -10,13 +10,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from examples.mimo.nemotron_vlm.data.sample import (
-    FIRST_DIGIT,
-    IMAGES,
-    DigitTask,
-    Text,
-    reading_task,
-)
+from examples.mimo.nemotron_vlm.data.sample import DigitTask, Text, reading_task
+from examples.mimo.nemotron_vlm.encoders.names import FIRST_DIGIT, IMAGES
 
 if TYPE_CHECKING:
     from examples.mimo.nemotron_vlm.encoders.radio import RadioOfAnySize

@@ -25,8 +25,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Layout
-from examples.mimo.nemotron_vlm.data.sample import SOUND
-from examples.mimo.nemotron_vlm.data.sound_lengths import HOP, SAMPLING_RATE, SHORTEST, rows_of
 from examples.mimo.nemotron_vlm.encoders.entry import Configs, Encoder
 from examples.mimo.nemotron_vlm.encoders.hugging_face import (
     Files,
@@ -35,6 +33,8 @@ from examples.mimo.nemotron_vlm.encoders.hugging_face import (
     TensorRows,
     check_values,
 )
+from examples.mimo.nemotron_vlm.encoders.names import SOUND
+from examples.mimo.nemotron_vlm.encoders.sound_lengths import HOP, SAMPLING_RATE, SHORTEST, rows_of
 from examples.mimo.nemotron_vlm.encoders.stage import (
     ProjectorPart,
     projector_config,

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
+from examples.mimo.common.config_file import with_config
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import option_of
+from examples.mimo.common.option_group import add_options
 from examples.mimo.nemotron_vlm.data import PREPARATION, make_encoder
+from examples.mimo.nemotron_vlm.data.reading_options import ReadingOptions, preset_of
 from examples.mimo.nemotron_vlm.data.rows import Packing
-from examples.mimo.nemotron_vlm.data.sample import SOUND
+from examples.mimo.nemotron_vlm.encoders.names import SOUND
 from examples.mimo.nemotron_vlm.energon.advice import advise
 from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import VIDEO
@@ -31,8 +34,6 @@ from examples.mimo.nemotron_vlm.energon.survey import (
     load_survey,
     make_survey,
 )
-from examples.mimo.nemotron_vlm.options.config_file import with_config
-from examples.mimo.nemotron_vlm.options.own_options import OwnOptions, add_own_options, preset_of
 
 _SENT = f"{MissingPackage.__module__}.{MissingPackage.__name__}: "
 
@@ -114,7 +115,7 @@ def command(path: str, args: argparse.Namespace) -> str:
     words = ["python", "-m", __package__, path]
     for name in DECIDE:
         value, option = getattr(args, name), option_of(name)
-        if value == getattr(OwnOptions, name, None):
+        if value == getattr(ReadingOptions, name, None):
             continue
         if isinstance(value, bool):
             words.append(option if value else option.replace("--", "--disable-", 1))
@@ -140,7 +141,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--seq-length", type=int, default=1 << 40, help="name the samples that are longer"
     )
     parser.add_argument("--names", type=int, default=20, help="bad samples to name, of each kind")
-    add_own_options(parser)
+    add_options(parser, ReadingOptions)
     words = sys.argv[1:] if arguments is None else arguments
     given = parser.parse_args(with_config(words, parser))
     given.surveys = given.surveys and Path(given.surveys)

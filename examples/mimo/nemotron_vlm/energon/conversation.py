@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
+from examples.mimo.nemotron_vlm.encoders.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.energon.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation, one_line
 

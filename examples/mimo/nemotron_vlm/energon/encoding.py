@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND, Text
+from examples.mimo.nemotron_vlm.data.sample import Text
+from examples.mimo.nemotron_vlm.encoders.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS, VIDEO, Chat
 from examples.mimo.nemotron_vlm.energon.errors import BadClip, BadConversation, BadMedium, BadSound

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids
+from examples.mimo.nemotron_vlm.encoders.patch_grids import PatchGrids
 from examples.mimo.nemotron_vlm.energon.errors import BadImage, decoding
 
 FORMATS = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.data.sound_lengths import SAMPLING_RATE, SHORTEST, rows_of
+from examples.mimo.nemotron_vlm.encoders.sound_lengths import SAMPLING_RATE, SHORTEST, rows_of
 from examples.mimo.nemotron_vlm.energon.errors import BadSound, MissingPackage, decoding
 
 RATES = range(1000, 1_000_001)

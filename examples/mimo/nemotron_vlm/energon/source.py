@@ -10,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.data.sample import IMAGES, Question, SampleSource, Text
+from examples.mimo.nemotron_vlm.data.sample import Question, SampleSource, Text
+from examples.mimo.nemotron_vlm.encoders.names import IMAGES
 from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File, read_files

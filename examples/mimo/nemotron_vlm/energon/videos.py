@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.data.clip_grids import ClipGrids, sampled_frames
+from examples.mimo.nemotron_vlm.encoders.clip_grids import ClipGrids, sampled_frames
 from examples.mimo.nemotron_vlm.energon.errors import (
     BadClip,
     BadImage,

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED, PLACEMENTS, PLANNED, table
-from examples.mimo.nemotron_vlm.options.arguments import Options, parse
+from examples.mimo.nemotron_vlm.options.command_line import CommandLine, read
+from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.nemotron_vlm.planner import parameters as params
 from examples.mimo.nemotron_vlm.planner.inputs import machine_of, plan_of, task_of, words_of
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED
@@ -24,34 +25,33 @@ KINDS |= {params.EXPERT: "routed experts", params.FIRST: "embedding", params.LAS
 """Rows of the table of parameters, by their place in the language model."""
 
 
-def dry_run(argv: list[str], ranks: int) -> str:
+def dry_run(line: CommandLine) -> str:
     """Return the model's parameters (for one rank), predicted memory and step as text.
-
-    Args:
-        ranks: number of ranks that the layouts are for; their process groups send nothing.
 
     Raises:
         UserError: the input is bad, or several processes were started.
     """
     _check_alone()
+    ranks = line.args.dry_run
     os.environ["WORLD_SIZE"] = str(ranks)  # HyperCommGrid checks its size against it
-    options = parse(argv, ranks)
+    options = Run.of(line, ranks)
     asked = plan_of(options)
     parameters = [_parameters(options)] if ranks == 1 else []
     return "\n".join([*parameters, _memory(asked), _step(asked)])
 
 
-def plan(argv: list[str], own: Namespace) -> str:
+def plan(line: CommandLine) -> str:
     """Return the fastest plans for the GPUs of ``--plan``, as text.
 
     Raises:
         UserError: the input is bad, several processes were started, or no plan fits.
     """
     _check_alone()
-    return describe(*_fastest(argv, own, own.plan), own.model)
+    own = line.args
+    return describe(*_fastest(line, own, own.plan), own.model)
 
 
-def planned(argv: list[str], own: Namespace, ranks: int) -> list[str]:
+def planned(line: CommandLine, ranks: int) -> CommandLine:
     """Return the command line with the fastest plan in place of ``--language planned``.
 
     All ranks find the same one. The nodes have as many GPUs as ranks, if nothing else is said.
@@ -59,25 +59,26 @@ def planned(argv: list[str], own: Namespace, ranks: int) -> list[str]:
     Raises:
         UserError: the input is bad, or no plan fits.
     """
-    if not own.dry_run and "--plan-gpus-per-node" not in own.given:
+    own = Namespace(**vars(line.args))
+    if not own.dry_run and "--plan-gpus-per-node" not in line.given:
         own.plan_gpus_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    (best, *_), _ = _fastest(argv, own, ranks)
-    return [*argv, *" ".join(choices_of(best)).split()]
+    (best, *_), _ = _fastest(line, own, ranks)
+    return read([*line.words, *" ".join(choices_of(best)).split()])
 
 
-def _fastest(argv: list[str], own: Namespace, ranks: int) -> tuple[list[Plan], int]:
+def _fastest(line: CommandLine, own: Namespace, ranks: int) -> tuple[list[Plan], int]:
     if own.language not in ("", PLANNED) or own.encoder:
         raise UserError("the planner finds the layouts: leave out --language and --encoder")
     machine = machine_of(own)
     # The plans decide these; read as one rank, the command line must not ask for more.
     alone = ["--placement", COLOCATED, "--micro-batch-size", "1", "--language="]
-    options = parse([*argv, *alone], 1)
-    given = {word.split("=")[0]: None for word in options.words if word.startswith("--recompute-")}
+    options = Run.of([*line.words, *alone], 1)
+    given = {word.split("=")[0]: None for word in line.words if word.startswith("--recompute-")}
     if given and own.language == PLANNED:
         raise UserError(
             f"--language planned chooses what is recomputed: leave out {', '.join(given)}"
         )
-    placements = (own.placement,) if "--placement" in own.given else PLACEMENTS
+    placements = (own.placement,) if "--placement" in line.given else PLACEMENTS
     return search(task_of(options, machine, ranks, placements=placements))
 
 
@@ -87,7 +88,7 @@ def _check_alone() -> None:
         raise UserError(f"--dry-run and --plan tell of all ranks: start 1 rank, not {started}")
 
 
-def _parameters(options: Options) -> str:
+def _parameters(options: Run) -> str:
     """Return a table of parameters by part, in total and active per token (top-k experts)."""
     sizes, counts = options.preset.language, defaultdict(Counter)
     with params.stages_on_meta(options, 0) as stages:

@@ -21,14 +21,16 @@ import torch
 import torch.distributed as dist
 
 import megatron.core.datasets.utils
+from examples.mimo.common.config_file import write_config
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import PLANNED, layout_table
 from examples.mimo.common.standing import standing
 from examples.mimo.common.steps import data_provider
-from examples.mimo.nemotron_vlm.data import SampleSource, fingerprint, make_source
+from examples.mimo.nemotron_vlm.data import SampleSource, make_source
 from examples.mimo.nemotron_vlm.data.provider import Loading
 from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks
 from examples.mimo.nemotron_vlm.loop.asking import ask_command
+from examples.mimo.nemotron_vlm.loop.builder import VLMBuildConfig
 from examples.mimo.nemotron_vlm.loop.checkpoint_loading import check_inputs, safe_loading
 from examples.mimo.nemotron_vlm.loop.forward_step import answers, forward_step
 from examples.mimo.nemotron_vlm.loop.metrics import Record, observed, read_metrics
@@ -40,12 +42,10 @@ from examples.mimo.nemotron_vlm.loop.outputs import (
     output_to,
 )
 from examples.mimo.nemotron_vlm.loop.terminal import beginning, ending, say, tell
-from examples.mimo.nemotron_vlm.model.builder import VLMBuildConfig
 from examples.mimo.nemotron_vlm.model.model import placed
-from examples.mimo.nemotron_vlm.options.arguments import Options, parse
-from examples.mimo.nemotron_vlm.options.attention_rules import check_encoder_attention
-from examples.mimo.nemotron_vlm.options.config_file import write_config
-from examples.mimo.nemotron_vlm.options.own_options import HELP, own_options
+from examples.mimo.nemotron_vlm.options.command_line import read
+from examples.mimo.nemotron_vlm.options.own_options import HELP
+from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.nemotron_vlm.options.value_rules import saves_into
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.bridge.encoders_to_language import encoders_to_language
@@ -61,6 +61,7 @@ from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.transformer.padded_flash_attention import check_kernel
 from megatron.training import async_utils
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.config import PretrainConfigContainer
@@ -76,13 +77,13 @@ READINGS = 12
 class Session:
     """A run whose process groups are made, ready for Megatron's loop.
 
-    options: the command line's options. modules: their grids and groups. loading: this rank's data
-    loading. cfg: Megatron's configurations. communicator: the communicator of non-colocated
+    run: its options, with the facts of its data. modules: their grids and groups. loading: this
+    rank's data loading. cfg: Megatron's configurations. communicator: between non-colocated
     modules, else None. stages: the model's virtual stages, empty until it is built. writer: see
     `start_checkpoint_writer`.
     """
 
-    options: Options
+    run: Run
     modules: dict[str, ModuleGroups]
     loading: Loading
     cfg: PretrainConfigContainer
@@ -101,47 +102,36 @@ def run(argv: list[str]) -> None:
         print(HELP)
         return
     argv = ["--help" if word == "--help-all" else word for word in argv]
-    own = own_options(argv)
-    asks_only = not own.given.isdisjoint({"--dry-run", "--plan"})
-    if asks_only and ((own.dry_run > 0) == (own.plan > 0) or min(own.dry_run, own.plan) < 0):
-        raise UserError("--plan N and --dry-run RANKS take 1 or more, and not both together")
-    if own.device == "cuda" and not asks_only and not torch.cuda.is_available():
-        raise UserError("--device cuda: PyTorch finds no GPU here; --device cpu trains without one")
     # Megatron prints all arguments: not before the checks, whose refusal that would hide.
     with output_to(sys.stdout if "--help" in argv else io.StringIO()) as early:
-        if asks_only or own.language == PLANNED:
+        line = read(argv)
+        asked = line.args
+        if asked.dry_run or asked.plan or asked.language == PLANNED:
             # PyTorch's fake process groups come with its test tools, which are slow to import.
             from examples.mimo.nemotron_vlm.loop.dry_run import dry_run, plan, planned
 
-            if own.language == PLANNED and not own.plan:
-                argv = planned(argv, own, own.dry_run or int(os.environ["WORLD_SIZE"]))
-            if asks_only:
-                text = dry_run(argv, own.dry_run) if own.dry_run else plan(argv, own)
-                print(text, file=sys.__stdout__)
+            if asked.language == PLANNED and not asked.plan:
+                line = planned(line, asked.dry_run or int(os.environ["WORLD_SIZE"]))
+            if asked.dry_run or asked.plan:
+                print(plan(line) if asked.plan else dry_run(line), file=sys.__stdout__)
                 return
-        options = parse(argv)
-        args = options.args
-        sys.argv[1:] = options.words  # Megatron's own readers see the files' options too
-        if args.transformer_impl != "local" and find_spec("transformer_engine") is None:
-            raise UserError(
-                f"--transformer-impl {args.transformer_impl}: Transformer Engine is not installed; "
-                "local takes Megatron's own layers"
-            )
-        images = options.preset.images
-        check_encoder_attention(args, images.hidden // images.heads)
-        check_outputs(args)
-        check_inputs(args)
-        source = make_source(args, options.preset)
-        _say_left_out(source, args)
-        session = open_session(options, source)
+        chosen = Run.of(line)
+        sys.argv[1:] = line.words  # Megatron's own readers see the files' options too
+        _check_machine(chosen)
+        check_outputs(chosen.args)
+        check_inputs(chosen.args)
+        source = make_source(chosen.args, chosen.preset)
+        _say_left_out(source, chosen.args)
+        session = open_session(chosen, source)
+    args = session.run.args
     log = log_file(args)
     with Log(log) if log else nullcontext(sys.stdout) as file, output_to(file):
         print(early.getvalue(), end="", flush=True)
-        lay = options.layouts
+        lay = chosen.layouts
         say(
-            f"{options.preset.name} on {args.world_size} ranks, {lay.placement}; "
+            f"{chosen.preset.name} on {args.world_size} ranks, {lay.placement}; "
             f"{lay.num_microbatches} microbatches of {lay.batch.micro_size} × dp {lay.language.dp} "
-            f"samples a step\n{layout_table(lay, options.preset.names)}",
+            f"samples a step\n{layout_table(lay, chosen.preset.names)}",
             args,
         )
         if not (args.load or args.pretrained_checkpoint):
@@ -161,18 +151,41 @@ def run(argv: list[str]) -> None:
         dist.destroy_process_group()
 
 
-def open_session(options: Options, source: SampleSource) -> Session:
+def _check_machine(chosen: Run) -> None:
+    """Check that this machine has what the options need.
+
+    Raises:
+        UserError: a GPU or a library is missing, or a kernel is wrong here.
+    """
+    args, images = chosen.args, chosen.preset.images
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: PyTorch finds no GPU here; --device cpu trains without one")
+    if args.transformer_impl != "local" and find_spec("transformer_engine") is None:
+        raise UserError(
+            f"--transformer-impl {args.transformer_impl}: Transformer Engine is not installed; "
+            "local takes Megatron's own layers"
+        )
+    if args.encoder_attention == "flash4":
+        try:
+            with torch.cuda.device(args.local_rank):
+                check_kernel(2, images.hidden // images.heads, args.params_dtype)
+        except Exception as error:  # whatever its compiler raises
+            raise UserError(
+                f"--encoder-attention flash4: {error}; --encoder-attention te takes Transformer "
+                "Engine's attention"
+            ) from error
+
+
+def open_session(chosen: Run, source: SampleSource) -> Session:
     """Join the ranks and make all process groups; collective."""
-    args, layouts = options.args, options.layouts
+    chosen = chosen.with_data(source)
+    args, layouts = chosen.args, chosen.layouts
     if args.save:
         standing.save, same = str(Path(args.save).absolute()), "the same command"
         is_same = saves_into(args, args.load) and not (args.finetune or args.ckpt_step)
         other = f"{same} with --load {args.save}, without --finetune and --ckpt-step,"
         standing.goes_on = f"{same if is_same else other} goes on from there"
     standing.note()
-    args.token_ids |= source.token_ids
-    args.chat_template_kwargs = dict(source.asked)
-    args.data_fingerprint = fingerprint(source, args)
     # The package has no Makefile for the index builder of .bin data, which is not read here.
     megatron.core.datasets.utils.compile_helpers = lambda: None
     set_global_variables(args, build_tokenizer=False)
@@ -180,23 +193,21 @@ def open_session(options: Options, source: SampleSource) -> Session:
     writer = start_checkpoint_writer(args) if writes_apart else None
     _initialize_distributed(None, None, store_of_attempt(), skip_model_parallel_init=True)
     modules = make_modules(
-        placed(options.preset, layouts),
+        placed(chosen.preset, layouts),
         args.distributed_backend,
         args.num_distributed_optimizer_instances,
     )
     communicator = None
     if layouts.non_colocated:
         grids = {name: module.grid for name, module in modules.items()}
-        communicator = encoders_to_language(grids, options.configs.language)
+        communicator = encoders_to_language(grids, chosen.configs.language)
     limit = timedelta(minutes=args.distributed_timeout_minutes)
     limit_waiting(limit)
-    loading = Loading(args, layouts, options.preset, modules, source)
-    encoders = options.preset.encoders
-    args.modality_flops_per_sample = loading.rows("train").operations(encoders, args.hidden_size)
-    build = VLMBuildConfig(_options=options, _modules=modules)
+    loading = Loading(args, layouts, chosen.preset, modules, source, chosen.schedule)
+    build = VLMBuildConfig(_run=chosen, _modules=modules)
     stages = stages_of(build.post_wrap_hooks, limit)
     cfg = pretrain_cfg_container_from_args(args, build)
-    return Session(options, modules, loading, cfg, communicator, stages, writer)
+    return Session(chosen, modules, loading, cfg, communicator, stages, writer)
 
 
 def start_checkpoint_writer(args: Namespace) -> object:
@@ -230,14 +241,14 @@ def store_of_attempt() -> dist.Store | None:
 
 def train(session: Session, note: Callable[[Record], object] | None = None) -> None:
     """Run Megatron's ``pretrain``; call ``note`` with each step's record on the last rank."""
-    args, loading = session.options.args, session.loading
+    args, loading = session.run.args, session.loading
     data = data_provider(loading)
 
     @functools.wraps(data)
     def provider(*sizes, **named):
         # Megatron asks once a checkpoint is loaded: a run refused there keeps the last run's file.
         if folder := config_folder(args):
-            file, text = folder / "config.yaml", session.options.config
+            file, text = folder / "config.yaml", session.run.line.config
             if errors := on_all_ranks(lambda: args.rank or write_config(file, text))[1]:
                 raise UserError(f"{file}: cannot write it: {errors[0]}")
         return data(*sizes, **named)
@@ -267,7 +278,7 @@ def close_session(session: Session) -> None:
 
 
 def _print_outcome(session: Session, last: Sequence[Record], log: Path | None) -> None:
-    args = session.options.args
+    args = session.run.args
     if args.report:
         everywhere: list[dict] = [{}] * args.world_size
         dist.all_gather_object(everywhere, answers)
@@ -281,7 +292,7 @@ def _print_outcome(session: Session, last: Sequence[Record], log: Path | None) -
         tell(f"picture: {args.report.absolute()}")
     if args.rank == args.world_size - 1:
         tell(ending(args, list(last), log))
-        source, can_ask = session.loading.reader.source, session.options.preset.is_in_transformers
+        source, can_ask = session.loading.reader.source, session.run.preset.is_in_transformers
         if args.save and can_ask and (command := ask_command(source, 0, Path(args.save))):
             tell(f"ask it: {command}")
 

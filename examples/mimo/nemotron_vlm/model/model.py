@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Layout, Layouts
-from examples.mimo.nemotron_vlm.data import have_equal_images
 from examples.mimo.nemotron_vlm.encoders.entry import Configs
 from examples.mimo.nemotron_vlm.model.language_loss import (
     HybridModelWithLossKernel,
@@ -58,11 +57,14 @@ class VLMConfigs:
     language: TransformerConfig
 
 
-def make_configs(args: Namespace, preset: VLMPreset, layouts: Layouts) -> VLMConfigs:
+def make_configs(
+    args: Namespace, preset: VLMPreset, layouts: Layouts, equal_images: bool
+) -> VLMConfigs:
     """Make the configurations from validated arguments.
 
     Args:
         args: Megatron's arguments, which describe the language model.
+        equal_images: whether all samples have as many images of one size.
 
     Raises:
         ValueError, AssertionError: options do not go together, most by Megatron's own checks.
@@ -97,7 +99,7 @@ def make_configs(args: Namespace, preset: VLMPreset, layouts: Layouts) -> VLMCon
         }
         if (each.name, "encoder") in in_fp8:
             own |= {name: getattr(given, name) for name in FP8}
-        if not have_equal_images(args):
+        if not equal_images:
             own["cuda_graph_impl"] = "none"  # a graph has one shape
         encoders.append(each.configs(shared | own, args.hidden_size))
     return VLMConfigs(tuple(encoders), language)

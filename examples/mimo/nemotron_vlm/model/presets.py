@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.encoders import ENCODERS, Encoder
+from examples.mimo.nemotron_vlm.encoders.names import IMAGES
 from examples.mimo.nemotron_vlm.encoders.radio import Radio, RadioOfAnySize
 from examples.mimo.nemotron_vlm.encoders.sound import Sound
 

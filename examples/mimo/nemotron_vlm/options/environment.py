@@ -7,64 +7,41 @@ This module imports none of them, so the program can set the environment before 
 
 import argparse
 import os
+import re
 from pathlib import Path
 
-from examples.mimo.common.layout import PLANNED, SIZES, asked_layout, option_of
-from examples.mimo.nemotron_vlm.options.config_file import with_config
+from examples.mimo.common.config_file import with_config
 
 
-def uses_gpus(argv: list[str]) -> bool:
-    """Return whether a command line trains on GPUs.
+def at_start(argv: list[str]) -> tuple[bool, dict[str, str]]:
+    """Return whether a command line trains on GPUs, and the variables to set for it.
 
     Other runs must see no GPU: kernel libraries use the GPUs that they see when they are imported,
-    and then the CPU runtime cannot stand in for CUDA.
+    and then the CPU runtime cannot stand in for CUDA. Variables that are set already are kept.
     """
-    asked = _seen(argv)
-    return asked.device == "cuda" and not (asked.dry_run or asked.plan)
-
-
-def at_start(argv: list[str]) -> dict[str, str]:
-    """Return the variables to set before those libraries are imported, without those already set.
-
-    Raises:
-        UserError: the language model's layout cannot be read.
-    """
-    asked = _seen(argv)
-    is_planned = asked.language == PLANNED  # and its axes not known yet
-    language = asked_layout(asked, "language", "" if is_planned else None)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    names = "device cuda-graph-impl dry-run plan language tensor-model-parallel-size"
+    for name in f"{names} context-parallel-size".split():
+        parser.add_argument(f"--{name}", nargs="?", const="1")
+    asked = parser.parse_known_args(with_config(argv, parser))[0]
     ahead = asked.cuda_graph_impl == "local"
     # Megatron asks for one connection with tensor or context parallelism; on a single one, a
     # kernel that waits for another rank holds back those behind it.
-    single = is_planned or language.tp > 1 or language.cp > 1 or not ahead
+    sizes = re.findall(r"\b[tc]p=(\d+)", asked.language or "")
+    sizes += [asked.tensor_model_parallel_size or "1", asked.context_parallel_size or "1"]
+    single = not ahead or asked.language == "planned" or {*sizes} != {"1"}
     # Compiled kernels are kept for the next run, for each host apart: on a network file system,
     # replacing a file that another host reads leaves that host a stale handle, which ends the run.
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     kernels = home / "megatron-mimo" / os.uname().nodename
-    found = {
+    variables = {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1" if single else "8",
         "NVTE_FRAMEWORK": "pytorch",  # else Transformer Engine imports JAX if it is installed
         "TRITON_CACHE_AUTOTUNING": "1",
         "TRITON_CACHE_DIR": str(kernels / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(kernels / "inductor"),
     }
-    if ahead:
-        # Loading a kernel later may wait for all work on the device, and so for another rank.
-        found["CUDA_MODULE_LOADING"] = "EAGER"
-    return {name: value for name, value in found.items() if name not in os.environ}
-
-
-def _seen(argv: list[str]) -> argparse.Namespace:
-    """Read the options that the environment depends on; the program's parser checks them later."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--device", "--cuda-graph-impl"):
-        parser.add_argument(name, nargs="?")
-    for name in ("--dry-run", "--plan"):
-        parser.add_argument(name, nargs="?", const=1, type=_size)
-    parser.add_argument("--language", nargs="?", default="", const="")
-    for name in SIZES["language"].values():
-        parser.add_argument(option_of(name), nargs="?", type=_size)
-    return parser.parse_known_args(with_config(argv, parser))[0]
-
-
-def _size(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None
+    # Loading a kernel later may wait for all work on the device, and so for another rank.
+    variables |= {"CUDA_MODULE_LOADING": "EAGER"} if ahead else {}
+    uses_gpus = asked.device == "cuda" and not (asked.dry_run or asked.plan)
+    return uses_gpus, {name: v for name, v in variables.items() if name not in os.environ}

@@ -9,11 +9,10 @@ layers are in FP8: embeddings, routers, the output layer and projectors are not.
 import math
 from argparse import Namespace
 from collections.abc import Iterator
+from typing import Any
 
-from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import Layout, Layouts, option_of
-from examples.mimo.nemotron_vlm.model.model import VLMConfigs
-from examples.mimo.nemotron_vlm.model.presets import VLMPreset
+from examples.mimo.common.layout import Layout, option_of
+from examples.mimo.common.rules import ON_ENGINE, Rule
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.transformer.moe.device_counts import counts_stay_on_device
@@ -23,24 +22,21 @@ VIT = Symbols.ATTENTION + Symbols.MLP
 """Layers of an encoder, as a pattern."""
 
 
-def check_fp8(args: Namespace, preset: VLMPreset, layouts: Layouts, configs: VLMConfigs) -> None:
-    """Hold the parts in FP8 to the sizes that its products take.
-
-    Raises:
-        UserError: a size is no multiple; the message has the part, the size and the multiple.
-    """
+def violations(run: Any) -> Iterator[str]:
+    """Yield the sizes of parts in FP8 that its products do not take, with the multiple."""
+    args, configs = run.args, run.configs
     if configs.language.fp8:
-        _check_tokens(args, layouts.language, configs.language)
-    parts = [("language", args.hybrid_layer_pattern, configs.language, layouts.language)]
-    for each, own, layout in zip(preset.encoders, configs.encoders, layouts.encoders, strict=True):
-        parts.append((f"{each.name}:encoder", VIT, own["encoder"], layout))
+        yield from _token_violations(args, run.layouts.language, configs.language)
+    parts = [("language", args.hybrid_layer_pattern, configs.language, run.layouts.language)]
+    encoders = zip(run.preset.encoders, configs.encoders, run.layouts.encoders, strict=True)
+    parts += [(f"{each.name}:encoder", VIT, own["encoder"], lay) for each, own, lay in encoders]
     for part, layers, config, layout in parts:
         if not config.fp8 or config.quant_recipe:  # which may leave any layer in 16 bits
             continue
         multiple = get_fp8_align_size(config.fp8_recipe)
         for what, size in features_of_rank(layers, config, layout):
             if size % multiple:
-                raise UserError(
+                yield (
                     f"--fp8-format: {part}: {what} = {size} must be a multiple of {multiple} with "
                     f"--fp8-recipe {config.fp8_recipe}; choose another size or layout, or "
                     "--fp8-parts without it"
@@ -84,8 +80,8 @@ def features_of_rank(
         yield f"hidden size / tp={tp}", c.hidden_size // tp
 
 
-def _check_tokens(args: Namespace, layout: Layout, config: TransformerConfig) -> None:
-    """Hold the tokens of a microbatch on a rank to what products in FP8 take.
+def _token_violations(args: Namespace, layout: Layout, config: TransformerConfig) -> Iterator[str]:
+    """Yield the microbatches of a rank whose tokens products in FP8 do not take.
 
     The gradient of a weight sums over the tokens of a TP group, in multiples of 16 (of 32 in
     mxfp8). Transformer Engine quantizes a rank's share in multiples of 8, of 32 in mxfp8, and a
@@ -99,8 +95,17 @@ def _check_tokens(args: Namespace, layout: Layout, config: TransformerConfig) ->
         sizes["eval_micro_batch_size"] = args.eval_micro_batch_size
     for name, size in sizes.items():
         if (tokens := args.seq_length * size // layout.cp) % multiple:
-            raise UserError(
+            yield (
                 f"--fp8-format: --seq-length {args.seq_length} · {option_of(name)} {size} / "
                 f"cp={layout.cp} = {tokens} tokens must be a multiple of {multiple} with "
                 f"--fp8-recipe {args.fp8_recipe} and tp={layout.tp}"
             )
+
+
+OF_FP8 = [
+    Rule(
+        "--fp8-format",
+        lambda r: next(violations(r), None),
+        example=f"{ON_ENGINE} --bf16 --fp8-format hybrid --fp8-recipe tensorwise --hidden-size 72",
+    )
+]

@@ -12,13 +12,7 @@ from dataclasses import astuple, replace
 from functools import partial
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import (
-    COLOCATED,
-    NON_COLOCATED,
-    Batch,
-    Layout,
-    Layouts,
-)
+from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
 from examples.mimo.common.layout_rules import (
     language_violation,
     never_spanned,
@@ -50,8 +44,10 @@ def resolve(
             layouts that would work.
     """
     *ranks, for_language = ranks_of_modules(encoders, language, world_size, placement)
-    language = _derive(language, for_language)
-    layouts = Layouts(tuple(map(_derive, encoders, ranks)), language, batch, placement)
+    if for_language < 1 or min(ranks) < 1:
+        raise UserError(_none_left(encoders, language, world_size))
+    layouts = derive(encoders, language, batch, world_size, placement)
+    language = layouts.language
     apart = layouts.non_colocated
 
     def language_rule(layout: Layout) -> str | None:
@@ -85,10 +81,23 @@ def resolve(
     return layouts
 
 
+def derive(
+    encoders: Sequence[Layout],
+    language: Layout,
+    batch: Batch,
+    world_size: int,
+    placement: str = COLOCATED,
+) -> Layouts:
+    """Derive the sizes that were left out; `resolve` checks the rules, too."""
+    *ranks, for_language = ranks_of_modules(encoders, language, world_size, placement)
+    language = _derive(language, for_language)
+    return Layouts(tuple(map(_derive, encoders, ranks)), language, batch, placement)
+
+
 def ranks_of_modules(
     encoders: Sequence[Layout], language: Layout, world_size: int, placement: str
 ) -> list[int]:
-    """Return the number of ranks of each encoder and of the language model.
+    """Return the number of ranks of each encoder and of the language model, 0 or less for none.
 
     Non-colocated, a module takes the ranks that its layout needs. If one layout lacks ``dp``, that
     module takes the remaining ranks; if several lack it, the last of them does, and the others
@@ -96,28 +105,35 @@ def ranks_of_modules(
 
     Args:
         encoders, language: layouts as asked for; ``dp`` is 0 if it was left out.
-
-    Raises:
-        UserError: the modules leave no rank for the last one.
     """
     modules = [*encoders, language]
     if placement == COLOCATED:
         return [world_size] * len(modules)
-    rest = max((n for n, each in enumerate(modules) if not each.dp), default=len(encoders))
+    rest = _takes_the_rest(modules)
     taken = [each.tp * each.cp * each.pp * (each.dp or 1) for each in modules]
     taken[rest] = world_size - (sum(taken) - taken[rest])
-    if taken[rest] < 1:
-        last = rest == len(encoders)
-        name = "--encoder" if last else "--language" if len(modules) == 2 else "the others"
-        raise UserError(
-            f"--placement {NON_COLOCATED}: {name} takes {world_size - taken[rest]} of {world_size} "
-            f"ranks and leaves none for the {'language model' if last else 'encoder'}"
-        )
     return taken
 
 
+def _takes_the_rest(modules: Sequence[Layout]) -> int:
+    """Return which module takes the ranks that others leave."""
+    return max((n for n, each in enumerate(modules) if not each.dp), default=len(modules) - 1)
+
+
+def _none_left(encoders: Sequence[Layout], language: Layout, world_size: int) -> str:
+    modules = [*encoders, language]
+    rest = _takes_the_rest(modules)
+    ranks = ranks_of_modules(encoders, language, world_size, NON_COLOCATED)
+    last = rest == len(encoders)
+    name = "--encoder" if last else "--language" if len(modules) == 2 else "the others"
+    return (
+        f"--placement {NON_COLOCATED}: {name} takes {world_size - ranks[rest]} of {world_size} "
+        f"ranks and leaves none for the {'language model' if last else 'encoder'}"
+    )
+
+
 def _derive(layout: Layout, world_size: int) -> Layout:
-    dp = layout.dp or max(1, world_size // (layout.tp * layout.cp * layout.pp))
+    dp = layout.dp or max(1, world_size // max(1, layout.tp * layout.cp * layout.pp))
     return replace(layout, dp=dp, etp=layout.etp or layout.tp)
 
 

@@ -7,12 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED, NON_COLOCATED
+from examples.mimo.nemotron_vlm.data.reading_options import ReadingOptions
 from examples.mimo.nemotron_vlm.data.rows import Packing
-from examples.mimo.nemotron_vlm.model.presets import PRESETS, VLMPreset, find_preset
-from examples.mimo.nemotron_vlm.options.config_file import nearest, with_config
-from megatron.training.argument_utils import ArgumentGroupFactory
 
 THREE_PHASES = "three-phases"
 
@@ -23,20 +20,11 @@ def _repeated():
 
 
 @dataclass
-class OwnOptions:
+class OwnOptions(ReadingOptions):
     """Options of this program; all others are Megatron's."""
 
     config: str | None = _repeated()
     """YAML file of options, KEY: VALUE, without their dashes; the command line wins"""
-    model: str = field(
-        default="tiny",
-        metadata={
-            "argparse_meta": {
-                "help": f"sizes, which options override: {', '.join(sorted(PRESETS))}, or the "
-                "model.json of a converted checkpoint"
-            }
-        },
-    )
     device: Literal["cpu", "cuda"] = "cpu"
     """device that the ranks compute on"""
     placement: Literal[COLOCATED, NON_COLOCATED] = COLOCATED
@@ -96,34 +84,6 @@ class OwnOptions:
     balance: bool = True
     """take rows in the stream's order, instead of assigning them to ranks and microbatches by their
     cost"""
-    dynamic_resolution: bool = False
-    """encode images whole, whatever their size, instead of tiles"""
-    dynamic_resolution_min_patches: int | None = None
-    """with --dynamic-resolution, enlarge images of fewer patches; default: the model's"""
-    dynamic_resolution_max_patches: int | None = None
-    """with --dynamic-resolution, shrink images of more patches; default: the model's"""
-    video_target_num_patches: int | None = None
-    """with --dynamic-resolution, patches of a frame of a clip of video, about; default: the
-    model's"""
-    video_frames: int | None = None
-    """frames of a clip of video, or all of a shorter one; default: --video-fps"""
-    video_fps: float | None = None
-    """frames of a clip in a second; default: all"""
-    max_tiles: int = 12
-    """most tiles of an image, not counting its thumbnail"""
-    thumbnail: bool = True
-    """leave out the thumbnail of the whole image that an image of several tiles gets"""
-    bad_samples: Literal["skip", "refuse"] = "skip"
-    """skip samples that cannot be used, or refuse a data set that has any"""
-    long_samples: Literal["skip", "refuse", "cut"] = "skip"
-    """skip samples of more than --seq-length tokens, refuse a data set that has any, or cut off the
-    end of their answers; those are skipped whose media alone do not fit"""
-    prompt: str = "Describe the image."
-    """question asked where a sample has only a caption"""
-    image_token: str = "<image>"
-    """the tokenizer's token for an image"""
-    surveys: str | None = None
-    """directory of the data's surveys; default: beside the data"""
     metrics_out: Path | None = None
     """write a JSON line per step to this file"""
     report: Path | None = None
@@ -146,20 +106,6 @@ class OwnOptions:
     plan_tiles: str = ""
     """image tiles of a sample that --plan and --dry-run are for, N[:CHANCE],…, as in
     1:0.3,7:0.5,13:0.2; default: those of --data energon:PATH, or as many as --seq-length holds"""
-
-
-def add_own_options(parser: argparse.ArgumentParser) -> None:
-    """Add this program's options to a parser, and make its errors `UserError`s."""
-    ArgumentGroupFactory(OwnOptions).build_group(parser, "Nemotron VLM")
-
-    def refuse(message: str):
-        marker = "unrecognized arguments: "
-        unknown = message.removeprefix(marker).split()[0] if marker in message else ""
-        name = unknown.partition("=")[0]
-        hint = nearest(name, parser._option_string_actions) if name else ""
-        raise UserError(f"{message}{hint or '; see --help'}")
-
-    parser.error = refuse
 
 
 HELP = """Train a Nemotron VLM with Megatron's own loop, each module in its own parallel layout.
@@ -187,48 +133,3 @@ before      --dry-run [RANKS]  --plan GPUS  --plan-gpu NAME  --plan-gpus-per-nod
 
 Megatron's options are taken as well: --train-iters N, --global-batch-size N, --lr RATE,
 --save DIR, --load DIR, --bf16, ...; --help-all lists them all, with what each does."""
-
-
-def own_options(argv: list[str]) -> argparse.Namespace:
-    """Parse this program's own options from a command line, and ignore all others.
-
-    Raises:
-        UserError: an option has an invalid value.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_own_options(parser)
-    words = with_config(argv, parser)
-    found = parser.parse_known_args(words)[0]
-    found.given = {word.partition("=")[0] for word in words}
-    return found
-
-
-def preset_of(args: argparse.Namespace) -> VLMPreset:
-    """Return the model that ``--model`` names, with the encoder of images that options ask for.
-
-    Raises:
-        UserError: there is no such model, or its images cannot have these sizes.
-    """
-    preset, option = find_preset(args.model), "--dynamic-resolution"
-    given = args.dynamic_resolution_min_patches, args.dynamic_resolution_max_patches
-    of_clips = args.video_target_num_patches, args.video_frames, args.video_fps
-    if not args.dynamic_resolution and given != (None, None):
-        raise UserError(f"{option}-min-patches and -max-patches need {option}")
-    sees_clips = args.dynamic_resolution and preset.images.tubelet > 1
-    if of_clips != (None, None, None) and not sees_clips:
-        raise UserError(f"--video-… options need {option} and a --model with video")
-    if not args.dynamic_resolution:
-        return preset
-    if args.video_fps is not None and not args.video_fps > 0:
-        raise UserError(f"--video-fps must be above 0, not {args.video_fps}")
-    preset = preset.with_images_of_any_size(*given, args.video_target_num_patches)
-    images = preset.images
-    if images.clip_patches < images.pixel_shuffle**2:
-        least = f"{images.pixel_shuffle**2} or more, not {images.clip_patches}"
-        raise UserError(f"--video-target-num-patches must be {least}")
-    if not images.pixel_shuffle**2 <= images.min_patches <= images.max_patches:
-        raise UserError(
-            f"{option}-min-patches {images.min_patches} must be from {images.pixel_shuffle**2} "
-            f"to {option}-max-patches, {images.max_patches}"
-        )
-    return preset

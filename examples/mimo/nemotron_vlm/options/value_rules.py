@@ -1,18 +1,19 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for the values of options, whatever the layouts."""
+"""The rules for the values of options, whatever the layouts."""
 
-from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import SIZES, option_of
+from examples.mimo.common.rules import Rule
 
 AT_LEAST_1 = """micro_batch_size global_batch_size seq_length encoder_macro_batch sample_multiple
     pack_window train_iters eval_interval save_interval log_interval max_tiles video_frames
     distributed_timeout_minutes hidden_size num_attention_heads num_query_groups kv_channels
     num_distributed_optimizer_instances eval_global_batch_size eval_micro_batch_size
-    lr_decay_iters ddp_num_buckets log_memory_interval""".split()
+    lr_decay_iters ddp_num_buckets log_memory_interval plan_gpus_per_node""".split()
 AT_LEAST_1 += [name for names in SIZES.values() for name in names.values()]
 AT_LEAST_1_WITH = {
     "E": "moe_ffn_hidden_size moe_router_topk",
@@ -33,54 +34,149 @@ PICTURES = ".png", ".pdf", ".svg"
 """Ends of the names of a report."""
 
 
-def saves_into(args: Namespace, folder: str | None) -> bool:
+def saves_into(args: Any, folder: str | None) -> bool:
     """Return whether a folder is the one in which the run saves its checkpoints."""
     return bool(folder and args.save) and Path(folder).resolve() == Path(args.save).resolve()
 
 
-def check_values(args: Namespace) -> None:
-    """Refuse numbers out of range, and options that lack others.
-
-    Raises:
-        UserError: the message names the option, and the value or option that it needs.
-    """
-    if args.report and not args.metrics_out:
-        raise UserError("--report draws the metrics file: add --metrics-out FILE")
-    if args.report and not args.eval_iters:
-        raise UserError("--report shows what the model reads: add --eval-iters N")
-    if args.wandb_project and not args.wandb_exp_name:
-        raise UserError("--wandb-project needs --wandb-exp-name NAME")
-    if args.wandb_project and not (args.save or args.wandb_save_dir):
-        raise UserError("--wandb-project needs --wandb-save-dir DIR, or --save DIR")
-    every, kept = args.save_interval, args.save_retain_interval
-    if args.save and every and kept and kept % every:
-        raise UserError(
-            f"--save-retain-interval {kept} must be a multiple of --save-interval {every}; "
-            f"nearest: {max(1, round(kept / every)) * every}"
-        )
+def _number_violations(run: Any) -> Iterator[str]:
+    """Yield the options with numbers out of range."""
+    args = run.asked
     layers = (names for one, names in AT_LEAST_1_WITH.items() if one in args.hybrid_layer_pattern)
-    sizes = dict.fromkeys(" ".join(layers).split(), 1)
-    for name, least in (LEAST | sizes).items():
-        given = getattr(args, name)
-        if given is not None and not given >= least:  # nor not a number
-            raise UserError(f"{option_of(name)} must be {least} or more")
+    for name, least in (LEAST | dict.fromkeys(" ".join(layers).split(), 1)).items():
+        number = getattr(args, name)
+        if number is not None and not number >= least:  # nor not a number
+            yield f"{option_of(name)} must be {least} or more"
     for name in FRACTIONS:
         if (getattr(args, name) or 0) >= 1:
-            raise UserError(f"{option_of(name)} must be below 1")
+            yield f"{option_of(name)} must be below 1"
     for name, other in MOST.items():
-        given, most = getattr(args, name), getattr(args, other)
-        if None not in (given, most) and given > most:
-            raise UserError(f"{option_of(name)} {given} must be at most {option_of(other)} {most}")
+        number, most = getattr(args, name), getattr(args, other)
+        if None not in (number, most) and number > most:
+            yield f"{option_of(name)} {number} must be at most {option_of(other)} {most}"
     heads, groups = args.num_attention_heads, args.num_query_groups
     if heads % groups:
-        raise UserError(
-            f"--num-attention-heads {heads} must be a multiple of --num-query-groups {groups}"
+        yield f"--num-attention-heads {heads} must be a multiple of --num-query-groups {groups}"
+
+
+def _retain_violation(run: Any) -> str | None:
+    every, kept = run.asked.save_interval, run.asked.save_retain_interval
+    if not (run.asked.save and every and kept and kept % every):
+        return None
+    return (
+        f"--save-retain-interval {kept} must be a multiple of --save-interval {every}; "
+        f"nearest: {max(1, round(kept / every)) * every}"
+    )
+
+
+def _sample_violation(run: Any) -> str | None:
+    args = run.asked
+    if args.train_samples is None or args.train_samples >= args.global_batch_size:
+        return None
+    return (
+        f"--train-samples {args.train_samples} must be {args.global_batch_size} or more, "
+        "the samples of a step"
+    )
+
+
+def _warmup_violation(run: Any) -> str | None:
+    steps = run.asked.lr_decay_iters or run.asked.train_iters
+    if steps and run.asked.lr_warmup_iters >= steps:
+        return f"--lr-warmup-iters {run.asked.lr_warmup_iters} must be less than {steps} steps"
+    return None
+
+
+def _clip_violation(run: Any) -> str | None:
+    """Return what is wrong with the sizes of whole images and frames, or None."""
+    args, images, option = run.asked, run.preset.images, "--dynamic-resolution"
+    limits = args.dynamic_resolution_min_patches, args.dynamic_resolution_max_patches
+    clips = args.video_target_num_patches, args.video_frames, args.video_fps
+    if not args.dynamic_resolution and limits != (None, None):
+        return f"{option}-min-patches and -max-patches need {option}"
+    if clips != (None, None, None) and not (args.dynamic_resolution and images.tubelet > 1):
+        return f"--video-… options need {option} and a --model with video"
+    if args.video_fps is not None and not args.video_fps > 0:
+        return f"--video-fps must be above 0, not {args.video_fps}"
+    least = images.pixel_shuffle**2
+    if args.dynamic_resolution and images.clip_patches < least:
+        return f"--video-target-num-patches must be {least} or more, not {images.clip_patches}"
+    if args.dynamic_resolution and not least <= images.min_patches <= images.max_patches:
+        return (
+            f"{option}-min-patches {images.min_patches} must be from {least} "
+            f"to {option}-max-patches, {images.max_patches}"
         )
-    if args.report and args.report.suffix not in PICTURES:
-        raise UserError(f"--report {args.report}: its name must end in {' or '.join(PICTURES)}")
-    if args.pack and args.micro_batch_size != 1:
-        raise UserError("--pack makes one row a microbatch: --micro-batch-size must be 1")
-    if args.pack and args.seq_length % args.sample_multiple:
-        raise UserError(
-            f"--sample-multiple {args.sample_multiple} must divide --seq-length {args.seq_length}"
-        )
+    return None
+
+
+def _needs(title: str, is_broken, text: str, example: str) -> Rule:
+    """Refuse options that lack others; the text is the whole refusal."""
+    return Rule(title, lambda r: text if is_broken(r.asked) else None, example=example)
+
+
+OF_VALUES = [
+    _needs(
+        "--plan",
+        lambda a: min(a.dry_run, a.plan) < 0 or (a.dry_run and a.plan),
+        "--plan N and --dry-run RANKS take 1 or more, and not both together",
+        "--plan 4 --dry-run 4",
+    ),
+    Rule("--dynamic-resolution", _clip_violation, example="--model tiny --video-frames 3"),
+    _needs(
+        "--report",
+        lambda a: a.report and not a.metrics_out,
+        "--report draws the metrics file: add --metrics-out FILE",
+        "--report r.png --eval-iters 1",
+    ),
+    _needs(
+        "--report",
+        lambda a: a.report and not a.eval_iters,
+        "--report shows what the model reads: add --eval-iters N",
+        "--report r.png --metrics-out m.jsonl",
+    ),
+    _needs(
+        "--wandb-project",
+        lambda a: a.wandb_project and not a.wandb_exp_name,
+        "--wandb-project needs --wandb-exp-name NAME",
+        "--wandb-project a",
+    ),
+    _needs(
+        "--wandb-project",
+        lambda a: a.wandb_project and not (a.save or a.wandb_save_dir),
+        "--wandb-project needs --wandb-save-dir DIR, or --save DIR",
+        "--wandb-project a --wandb-exp-name b",
+    ),
+    Rule(
+        "--save-retain-interval",
+        _retain_violation,
+        example="--save s --save-interval 300 --save-retain-interval 500",
+    ),
+    Rule("numbers", lambda r: next(_number_violations(r), None), example="--lr nan"),
+    Rule(
+        "--report",
+        lambda r: (
+            r.asked.report
+            and r.asked.report.suffix not in PICTURES
+            and f"--report {r.asked.report}: its name must end in {' or '.join(PICTURES)}"
+        ),
+        example="--report r.jpg --metrics-out m --eval-iters 1",
+    ),
+    _needs(
+        "--pack",
+        lambda a: a.pack and a.micro_batch_size != 1,
+        "--pack makes one row a microbatch: --micro-batch-size must be 1",
+        "--pack --micro-batch-size 2",
+    ),
+    Rule(
+        "--sample-multiple",
+        lambda r: (
+            r.asked.pack
+            and r.asked.seq_length % r.asked.sample_multiple
+            and f"--sample-multiple {r.asked.sample_multiple} must divide --seq-length "
+            f"{r.asked.seq_length}"
+        ),
+        example="--pack --seq-length 64 --sample-multiple 24",
+    ),
+    Rule("--train-samples", _sample_violation, example="--train-samples 10"),
+    Rule("--lr-warmup-iters", _warmup_violation, example="--train-iters 6 --lr-warmup-iters 6"),
+]
+"""Rules in the order in which they are checked; they look at the options as they were asked for."""

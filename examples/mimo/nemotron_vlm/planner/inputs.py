@@ -22,9 +22,8 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Layout
 from examples.mimo.nemotron_vlm.data import DIGITS, ENERGON, make_source
 from examples.mimo.nemotron_vlm.data.rows import SIZE, Packing, Rows
-from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.encoders import Encoder
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
+from examples.mimo.nemotron_vlm.encoders.names import IMAGES
 from examples.mimo.nemotron_vlm.model.part_settings import ModelPart
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine
@@ -32,7 +31,7 @@ from examples.mimo.nemotron_vlm.planner.plan import Plan, StateBytes, Task
 from megatron.training.training import num_floating_point_operations
 
 if TYPE_CHECKING:  # Megatron's parser is slow to import
-    from examples.mimo.nemotron_vlm.options.arguments import Options
+    from examples.mimo.nemotron_vlm.options.run import Run
 
 DRAWN = 1000
 """Rows that ``--plan-tiles`` stands for."""
@@ -170,12 +169,12 @@ def machine_of(args: Namespace) -> Machine:
     return replace(find_machine(args.plan_gpu), gpus_per_node=args.plan_gpus_per_node)
 
 
-def task_of(options: Options, machine: Machine, world: int, **chosen: object) -> Task:
+def task_of(options: Run, machine: Machine, world: int, **chosen: object) -> Task:
     """Return the run that options describe, on ``world`` GPUs of a machine."""
     args, preset = options.args, options.preset
     inputs, width = inputs_of(args, preset), preset.language.hidden_size
     encoding = sum(each.mean(each.encoder.operations(each.sizes, width)) for each in inputs)
-    counted = Namespace(**vars(args) | {"modality_flops_per_sample": encoding})
+    of_language = num_floating_point_operations.__wrapped__(args, 1)  # Megatron's own count
     return Task(
         preset,
         world,
@@ -183,16 +182,16 @@ def task_of(options: Options, machine: Machine, world: int, **chosen: object) ->
         args.seq_length,
         args.global_batch_size,
         inputs,
-        operations=num_floating_point_operations(counted, 1),
+        operations=of_language + encoding,
         micro_sizes=(1,) if args.pack else Task.micro_sizes,
         state=state_of(args, machine.precision == 2),
         frozen=options.parts.frozen,
-        words=tuple(options.words),
+        words=options.line.words,
         **chosen,
     )
 
 
-def plan_of(options: Options) -> Plan:
+def plan_of(options: Run) -> Plan:
     """Return the plan that options ask for, on the GPUs that they name; nothing is reserved."""
     args, precision = options.args, 2 if options.args.bf16 or options.args.fp16 else 4
     machine = replace(machine_of(args), precision=precision, reserved_bytes=0.0)
@@ -200,4 +199,4 @@ def plan_of(options: Options) -> Plan:
     if recompute == "selective":
         recompute = "moe" if "moe" in args.recompute_modules else "none"
     task = task_of(options, machine, args.world_size)
-    return Plan(task, options.layouts, recompute, schedule_of(args))
+    return Plan(task, options.layouts, recompute, options.schedule)

@@ -22,7 +22,7 @@ from examples.mimo.common.layout_rules import staged_pattern
 from examples.mimo.nemotron_vlm.model.model import build_vlm, placed
 from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE, ModelPart, part_of
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
-from examples.mimo.nemotron_vlm.options.arguments import Options, parse
+from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.nemotron_vlm.planner.plan import Stage
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.schedule.replaced import replaced
@@ -82,7 +82,7 @@ def _one_of_each(preset: VLMPreset) -> dict[Place, list[int]]:
     language = replace(preset.language, hybrid_layer_pattern=pattern)
     encoders = tuple(replace(each, layers=1) for each in preset.encoders)
     preset = replace(preset, language=language, encoders=encoders)
-    with redirect_stdout(None), stages_on_meta(parse(["--data", "mock"], 1, preset), 0) as stages:
+    with redirect_stdout(None), stages_on_meta(Run.of(["--data", "mock"], 1, preset), 0) as stages:
         return by_place(stages)
 
 
@@ -112,7 +112,7 @@ def by_place(stages: list[MimoModel]) -> dict[Place, list[int]]:
 
 
 @contextmanager
-def stages_on_meta(options: Options, rank: int) -> Iterator[list[MimoModel]]:
+def stages_on_meta(options: Run, rank: int) -> Iterator[list[MimoModel]]:
     """Build a rank's virtual stages on the meta device, with process groups that send nothing."""
     args, configs = options.args, options.configs
     with ExitStack() as undone:

@@ -5,7 +5,7 @@
 import shlex
 
 from examples.mimo.common.layout import SIZES, option_of, table
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import fastest_macro_batch
+from examples.mimo.nemotron_vlm.options.derived import fastest_macro_batch
 from examples.mimo.nemotron_vlm.planner.inputs import words_of
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import Plan, stages_of_pipeline

@@ -13,7 +13,7 @@ from itertools import product
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
 from examples.mimo.common.layout_rules import language_violation
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import FASTEST, fastest_macro_batch
+from examples.mimo.nemotron_vlm.options.derived import FASTEST, fastest_macro_batch
 from examples.mimo.nemotron_vlm.options.layout_rules import encoder_violation, pair_violation
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED
 from examples.mimo.nemotron_vlm.planner.memory import peak

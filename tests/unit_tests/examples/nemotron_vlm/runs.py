@@ -16,8 +16,8 @@ from examples.mimo.nemotron_vlm.loop.checkpoint_loading import safe_loading
 from examples.mimo.nemotron_vlm.loop.forward_step import ACCURACY, LOSS, TOKENS, forward_step
 from examples.mimo.nemotron_vlm.loop.run import Session, close_session, open_session
 from examples.mimo.nemotron_vlm.model.presets import PRESETS, VLMPreset
-from examples.mimo.nemotron_vlm.options.arguments import Options, parse
 from examples.mimo.nemotron_vlm.options.defaults import TRAINING
+from examples.mimo.nemotron_vlm.options.run import Run
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.setup.module_groups import schedule_collection
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -45,7 +45,7 @@ OWN_DEFAULTS = ("--lr", str(TRAINING["lr"]), "--adam-eps", str(TRAINING["adam_ep
 """The program's own defaults."""
 
 
-def options_of(*arguments: str, preset: VLMPreset | None = None) -> Options:
+def options_of(*arguments: str, preset: VLMPreset | None = None) -> Run:
     """Parse a command line as the program does, on this world's ranks.
 
     Args:
@@ -55,16 +55,15 @@ def options_of(*arguments: str, preset: VLMPreset | None = None) -> Options:
     if preset:
         PRESETS[preset.name] = lambda: preset
         chosen = ("--model", preset.name)
-    return parse([*SHORT_RUN, *arguments, *chosen], Utils.world_size)
+    return Run.of([*SHORT_RUN, *arguments, *chosen], Utils.world_size)
 
 
 @contextlib.contextmanager
-def session_of(options: Options, source: SampleSource | None = None) -> Iterator[Session]:
+def session_of(run: Run, source: SampleSource | None = None) -> Iterator[Session]:
     """The program with its groups made; all it made ends with the block."""
-    args = options.args
-    source = source or make_source(args, options.preset)
+    source = source or make_source(run.args, run.preset)
     before = groups()
-    session = open_session(options, source)
+    session = open_session(run, source)
     try:
         yield session
     finally:
@@ -77,7 +76,7 @@ def groups() -> set[dist.ProcessGroup]:
     return set(dist.distributed_c10d._world.pg_map)
 
 
-class Run:
+class Trainer:
     """Megatron's loop, taken step by step.
 
     Args:
@@ -86,7 +85,7 @@ class Run:
 
     def __init__(self, session: Session) -> None:
         self.session, self.loading = session, session.loading
-        self.args = session.options.args
+        self.args = session.run.args
         initialize_megatron(skip_model_parallel_init=True, skip_random_seed=True)
         self.collection = schedule_collection(session.modules)
         with safe_loading(self.args):
@@ -182,7 +181,7 @@ def from_last_rank(value):
 @contextlib.contextmanager
 def trainer(
     *arguments: str, source: SampleSource | None = None, preset: VLMPreset | None = None
-) -> Iterator[Run]:
+) -> Iterator[Trainer]:
     """A run of command-line arguments on this world's ranks, to be taken step by step.
 
     Args:
@@ -191,7 +190,7 @@ def trainer(
     """
     Utils.initialize_distributed()
     with session_of(options_of(*arguments, preset=preset), source) as session:
-        run = Run(session)
+        run = Trainer(session)
         try:
             yield run
         finally:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from einops import rearrange
 
-from examples.mimo.nemotron_vlm.data.clip_grids import ClipGrids
-from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids, grids_of, tubelets_of
+from examples.mimo.nemotron_vlm.encoders.clip_grids import ClipGrids
+from examples.mimo.nemotron_vlm.encoders.patch_grids import PatchGrids, grids_of, tubelets_of
 from examples.mimo.nemotron_vlm.encoders.radio.entry import Radio
 from examples.mimo.nemotron_vlm.encoders.radio.tiles import RADIOEncoderWrapper, normalize
 from megatron.core.models.vision.radio import RADIOViTModel

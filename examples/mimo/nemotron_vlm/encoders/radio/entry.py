@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from examples.mimo.common.layout import Layout
-from examples.mimo.nemotron_vlm.data.sample import IMAGE, IMAGES
 from examples.mimo.nemotron_vlm.encoders.entry import Configs, Encoder
 from examples.mimo.nemotron_vlm.encoders.hugging_face import Part
+from examples.mimo.nemotron_vlm.encoders.names import IMAGE, IMAGES
 from examples.mimo.nemotron_vlm.encoders.radio.tiles import RADIOEncoderWrapper
 from examples.mimo.nemotron_vlm.encoders.radio.weights import RadioPart
 from examples.mimo.nemotron_vlm.encoders.stage import ProjectorPart, projector_config, stage_spec

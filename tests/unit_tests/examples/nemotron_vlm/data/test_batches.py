@@ -15,12 +15,13 @@ from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout,
 from examples.mimo.nemotron_vlm.data import SampleSource, make_source
 from examples.mimo.nemotron_vlm.data.balance import cut_evenly
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
-from examples.mimo.nemotron_vlm.data.patch_grids import grids_of, tubelets_of
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows, best_fit
-from examples.mimo.nemotron_vlm.data.sample import IMAGE, IMAGES, Text
+from examples.mimo.nemotron_vlm.data.sample import Text
 from examples.mimo.nemotron_vlm.data.step_plan import InputRange, Take
+from examples.mimo.nemotron_vlm.encoders.names import IMAGE, IMAGES
+from examples.mimo.nemotron_vlm.encoders.patch_grids import grids_of, tubelets_of
 from examples.mimo.nemotron_vlm.model.presets import nano_vl_30b_a3b
-from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.options.run import Run
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.partition.language_batch import packed_parameters
 from megatron.core.token_layout import PaddedLengths, zigzag_layout
@@ -274,7 +275,7 @@ class TestReader:
     [("digits", "tiny"), ("digits:2", "tiny"), ("mock", "tiny"), ("digits:2", "tiny-omni")],
 )
 def test_samples_have_as_many_image_tokens_as_their_images_rows(data, model):
-    options = parse(["--data", data, "--model", model, "--dynamic-resolution"], 1)
+    options = Run.of(["--data", data, "--model", model, "--dynamic-resolution"], 1)
     images = options.preset.images
     source = make_source(options.args, options.preset)
     found, counts = [], set()

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.mimo.nemotron_vlm.data.patch_grids import grids_of, tubelets_of
-from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
+from examples.mimo.nemotron_vlm.encoders.names import IMAGES, SOUND
+from examples.mimo.nemotron_vlm.encoders.patch_grids import grids_of, tubelets_of
 from examples.mimo.nemotron_vlm.energon import images
 from examples.mimo.nemotron_vlm.energon.__main__ import main
 from examples.mimo.nemotron_vlm.energon.conversation import VIDEO, Chat

@@ -12,7 +12,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from examples.mimo.nemotron_vlm.data.sample import IMAGES
+from examples.mimo.nemotron_vlm.encoders.names import IMAGES
 from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn, place_media
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder

@@ -26,7 +26,7 @@ from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import
 )
 from transformers.video_utils import load_video
 
-from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
+from examples.mimo.nemotron_vlm.encoders.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.energon.conversation import VIDEO
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File
 from examples.mimo.nemotron_vlm.energon.errors import MissingPackage

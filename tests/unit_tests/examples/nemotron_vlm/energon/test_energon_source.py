@@ -18,8 +18,8 @@ import yaml
 from PIL import Image
 
 from examples.mimo.common.steps import training_steps
-from examples.mimo.nemotron_vlm.data.patch_grids import grids_of
-from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
+from examples.mimo.nemotron_vlm.encoders.names import IMAGES, SOUND
+from examples.mimo.nemotron_vlm.encoders.patch_grids import grids_of
 from examples.mimo.nemotron_vlm.energon import survey as surveys
 from examples.mimo.nemotron_vlm.energon.store import PAUSES_S, open_split
 from examples.mimo.nemotron_vlm.model.presets import tiny_omni
@@ -260,7 +260,7 @@ class TestEightRanks:
         rows, encoded = set(), set()
         line = f"{self.RUN.format(data=data)} {options}"
         with session_of(options_of(*line.split())) as session:
-            loading, layouts = session.loading, session.options.layouts
+            loading, layouts = session.loading, session.run.layouts
             all_takes = loading._takes("train", training_steps(loading.args, loading._dp))
             takes = list(itertools.islice(all_takes, 2 * layouts.num_microbatches))
             monkeypatch.setattr(loading, "_takes", lambda *_: iter(takes))  # none is read ahead

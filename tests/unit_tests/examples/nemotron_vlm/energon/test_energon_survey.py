@@ -19,14 +19,15 @@ import yaml
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import make_source
-from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids
 from examples.mimo.nemotron_vlm.data.rows import COUNTED, Packing, Rows
-from examples.mimo.nemotron_vlm.data.sample import IMAGES, SampleSource
+from examples.mimo.nemotron_vlm.data.sample import SampleSource
+from examples.mimo.nemotron_vlm.encoders.names import IMAGES
+from examples.mimo.nemotron_vlm.encoders.patch_grids import PatchGrids
 from examples.mimo.nemotron_vlm.energon.__main__ import main
 from examples.mimo.nemotron_vlm.energon.advice import advise
 from examples.mimo.nemotron_vlm.energon.images import Resizing
 from examples.mimo.nemotron_vlm.energon.survey import MEDIA, Survey, make_survey
-from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.nemotron_vlm.planner.inputs import plan_of
 from tests.e2e.launch import LIMIT_S, forked, wait_until
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
@@ -241,7 +242,7 @@ def test_it_is_what_the_planner_counts(omni_shards):
     line += ["--model", "tiny-omni", "--dynamic-resolution", "--seq-length", "64"]
     made = omni(omni_shards / "tokenizer")
     opened = source(omni_shards, encoder=made, seq_length=64, seed=1234)
-    planned = plan_of(parse(line, 1))
+    planned = plan_of(Run.of(line, 1))
     for inputs, layout in planned.encoders:
         each = inputs.encoder
         sizes = opened.sizes("train", 0, COUNTED, each.name)
@@ -251,7 +252,7 @@ def test_it_is_what_the_planner_counts(omni_shards):
         assert inputs.most_kept(layout, 1, frozenset()) == pytest.approx(max(kept))
         assert max(kept) > 1.2 * np.mean(kept)  # rows differ
     with pytest.raises(UserError, match="99 images, .* sounds a row .* do not fit"):
-        plan_of(parse([*line, "--plan-tiles", "99"], 1))
+        plan_of(Run.of([*line, "--plan-tiles", "99"], 1))
 
 
 class Endless:

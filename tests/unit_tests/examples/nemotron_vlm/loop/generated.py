@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.options.run import Run
 from tests.unit_tests.examples.nemotron_vlm.loop.models import FULL
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
     ALLGATHER,
@@ -130,7 +130,7 @@ def _row(ranks: int, values: dict) -> Row:
 def _is_taken(row: Row) -> bool:
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all arguments
-            parse([*DEVICE, *row.commands[0]], row.ranks)
+            Run.of([*DEVICE, *row.commands[0]], row.ranks)
     except UserError:
         return False
     return True

@@ -7,18 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.data.sample import (
-    BOS,
-    EOS,
-    FIRST_DIGIT,
-    IMAGE,
-    IMAGES,
-    READ,
-    DigitTask,
-    SampleSource,
-    Text,
-)
+from examples.mimo.nemotron_vlm.data.sample import DigitTask, SampleSource, Text
 from examples.mimo.nemotron_vlm.data.whole_images import WholeImages
+from examples.mimo.nemotron_vlm.encoders.names import BOS, EOS, FIRST_DIGIT, IMAGE, IMAGES, READ
 from examples.mimo.nemotron_vlm.encoders.sound import HOP, SAMPLING_RATE, SHORTEST
 from examples.mimo.nemotron_vlm.model.presets import tiny_omni
 

@@ -9,9 +9,9 @@ import torch
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.loop.dry_run import dry_run, plan
-from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.options.command_line import read
 from examples.mimo.nemotron_vlm.options.fp8_rules import VIT, features_of_rank
-from examples.mimo.nemotron_vlm.options.own_options import own_options
+from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.nemotron_vlm.planner.parameters import stages_on_meta
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
@@ -32,7 +32,7 @@ def alone(monkeypatch):
 def test_of_any_size_it_takes_no_memory():
     """Layers that name the current device take none either: 31.6 B parameters would be 118 GB."""
     Utils.destroy()
-    options = parse([*PUBLISHED, "--language", "ep=8"], 8)
+    options = Run.of([*PUBLISHED, "--language", "ep=8"], 8)
     with stages_on_meta(options, 0) as (model,):
         assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
@@ -44,7 +44,7 @@ def test_features_that_are_checked_for_fp8_are_those_of_its_layers():
     sizes = "--hidden-size 80 --ffn-hidden-size 72 --moe-ffn-hidden-size 24 --kv-channels 12 "
     sizes += "--moe-shared-expert-intermediate-size 56 --encoder tp=2 --language tp=2,etp=4"
     line = f"--model tiny-gdn --hybrid-layer-pattern {pattern} {sizes}"
-    options, held = parse(line.split(), 4), {"language_model": set(), "modality_submodules": set()}
+    options, held = Run.of(line.split(), 4), {"language_model": set(), "modality_submodules": set()}
     with stages_on_meta(options, 0) as (model,):
         for name, module in model.named_modules():
             if ".layers." in name and isinstance(module, ColumnParallelLinear | RowParallelLinear):
@@ -58,13 +58,13 @@ def test_features_that_are_checked_for_fp8_are_those_of_its_layers():
 
 def test_every_kind_of_layer_has_a_line(alone):
     """An MLP too, which no preset has."""
-    printed = dry_run(["--hybrid-layer-pattern", "M-G*E-"], 1)
+    printed = dry_run(read(["--dry-run", "--hybrid-layer-pattern", "M-G*E-"]))
     for kind in ("Mamba-2", "gated delta nets", "attention", "MoE", "MLP"):
         assert f"\nlanguage: {kind}" in printed
 
 
 def test_each_encoder_has_its_parameters(alone):
-    printed = dry_run(["--model", "tiny-omni", "--data", "mock"], 1)
+    printed = dry_run(read(["--dry-run", "--model", "tiny-omni", "--data", "mock"]))
     assert "\nsound encoder" in printed and "\nimages projector" in printed
 
 
@@ -72,13 +72,14 @@ def test_the_stages_of_a_layout_hold_the_published_model_between_them(alone):
     """31.6 B in total and 3.6 B active (Nemotron-3-Nano-30B-A3B's model card). No GPU is needed for
     the 16; ep=8 divides 29.84 B of experts, no shared ones or routers. Encoder and projector have
     0.8115 B, on each stage."""
-    lines = dry_run(list(PUBLISHED), 1).splitlines()
+    lines = dry_run(read([*PUBLISHED, "--dry-run"])).splitlines()
     (line,) = [line for line in lines if line.startswith("language model")]
     total, active = (float(text) for text in line.split() if text[0].isdigit())
     assert (round(total, 1), round(active, 1)) == (31.6, 3.6)
     layout = ("--language", "pp=2,ep=8", "--micro-batch-size", "1", "--device", "cuda")
     layout += ("--transformer-impl", "transformer_engine", "--cuda-graph-impl", "local")
-    said, heads, *stages, _, step = dry_run([*PUBLISHED, *layout], 16).splitlines()
+    line = read([*PUBLISHED, *layout, "--dry-run", "16"])
+    said, heads, *stages, _, step = dry_run(line).splitlines()
     assert "in fp32" in said and "the largest 31,744)" in said  # 31 tiles of 1024 patches
     assert heads.split()[:4] == "stage parameters gradients optimizer".split()
     assert step.startswith("predicted step of 4 microbatches")
@@ -89,7 +90,7 @@ def test_the_stages_of_a_layout_hold_the_published_model_between_them(alone):
 
 def planned(line: str) -> str:
     words = ["--seq-length", "64", "--global-batch-size", "64", *line.split()]
-    return plan(words, own_options(words))
+    return plan(read(words))
 
 
 def test_a_plan_prints_a_command_with_all_that_was_planned_with(alone, tmp_path):
@@ -105,7 +106,7 @@ def test_a_plan_prints_a_command_with_all_that_was_planned_with(alone, tmp_path)
     assert "tiny-omni on 2 GPUs, 1 a node" in shown and "--nnodes 2" in shown
     command = shlex.split(shown.partition("run it with\n")[2].replace("\\\n", ""))
     words = command[command.index("examples/mimo/pretrain_nemotron_vlm.py") + 1 :]
-    args = parse([*words, "--dry-run", "2"], 2).args
+    args = Run.of([*words, "--dry-run", "2"], 2).args
     assert (args.model, args.freeze, args.lr) == ("tiny-omni", "encoder", 1e-3)
     assert args.prompt == "What is it?" and args.main_params_dtype == torch.float32
     assert args.use_precision_aware_optimizer and args.recompute_granularity is None

@@ -173,7 +173,7 @@ def _check_operations(*options: str) -> None:
     """Hold Megatron's count of each of three steps against sums over its samples by hand."""
     counts, source = [], SoundAndVideo()
     with trainer(*options, source=source) as run:
-        args, preset = run.args, run.session.options.preset
+        args, preset = run.args, run.session.run.preset
         for first in range(0, 3 * STEP, STEP):
             run.train_step()
             counts.append(num_floating_point_operations(args, STEP))
@@ -263,6 +263,13 @@ def test_a_sample_is_read_right_if_no_cp_rank_holds_a_wrong_token():
     assert found.tolist() == ([2, 3], [0, 0])[Utils.rank]
 
 
+WRITTEN_BY_MEGATRON = {
+    *("consumed_train_samples", "consumed_valid_samples", "curr_iteration", "iteration"),
+    *("do_train", "do_valid", "do_test", "lr_decay_iters", "num_floating_point_operations_so_far"),
+}
+"""Arguments in which Megatron keeps the state of its loop; nobody else writes to its arguments."""
+
+
 class TestMetrics:
     @requires_world_size(1)
     def test_a_record_has_its_steps_rate_and_evaluation_and_is_written_before_a_checkpoint(
@@ -281,9 +288,13 @@ class TestMetrics:
                 return save(*arguments, **named)
 
             save = training.save_checkpoint
+            args = session.run.args
+            before = {name: str(value) for name, value in vars(args).items()}
             with replaced(training, save_checkpoint=observe_save):
                 train(session, records.append)
-            step = session.options.args.global_batch_size * session.options.args.seq_length
+            after = {name: str(value) for name, value in vars(args).items()}
+            assert {n for n in after if after[n] != before.get(n)} <= WRITTEN_BY_MEGATRON
+            step = args.global_batch_size * args.seq_length
         assert at_saves == [[1], [1, 2], [1, 2, 3]]
         assert records == [json.loads(line) for line in path.read_text().splitlines()]
         assert [record["lr"] for record in records] == pytest.approx([1e-4, 7.5e-5, 2.5e-5])

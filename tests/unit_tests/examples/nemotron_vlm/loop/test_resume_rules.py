@@ -9,7 +9,7 @@ import pytest
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.loop.resume_rules import FREE, MODEL, check_resume
-from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.options.run import Run
 from tests.unit_tests.examples.nemotron_vlm import preloaded  # noqa: F401 (its parser is quick)
 
 FREE_BY_NAME = "bf16 tensor_model_parallel_size moe_aux_loss_coeff recompute_granularity"
@@ -17,7 +17,7 @@ FREE_BY_NAME = "bf16 tensor_model_parallel_size moe_aux_loss_coeff recompute_gra
 
 @pytest.fixture(scope="module")
 def args() -> Namespace:
-    found = parse(["--model", "tiny-omni"], 1).args
+    found = Run.of(["--model", "tiny-omni"], 1).args
     found.load, found.data_fingerprint = "saved", "samples"
     return found
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks
 from examples.mimo.nemotron_vlm.loop.resume_rules import check_resume
-from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.options.run import Run
 from megatron.core.dist_checkpointing import parallel_manifest, serialization
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.first_rank import failures, on_first_rank
@@ -94,14 +94,14 @@ def wait_for_deletions() -> None:
 )
 def test_saves_on_gpus_are_asynchronous_by_default(options, memory, is_asynchronous, monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", memory)
-    args = parse(f"--device cuda {options}".split(), 1).args
+    args = Run.of(f"--device cuda {options}".split(), 1).args
     assert args.async_save is args.use_persistent_ckpt_worker is is_asynchronous
-    assert args.async_strategy == "mcore" and not parse(["--save", "saved"], 1).args.async_save
+    assert args.async_strategy == "mcore" and not Run.of(["--save", "saved"], 1).args.async_save
 
 
 def test_halves_of_master_weights_are_not_taken_for_them():
     """An earlier version saved what bf16 weights lack, and did not say so in the arguments."""
-    args = parse(["--load", "saved", "--bf16"], 1).args
+    args = Run.of(["--load", "saved", "--bf16"], 1).args
     args.data_fingerprint, args.use_precision_aware_optimizer = "", True
     saved = Namespace(**vars(args))
     check_resume(args, saved)
@@ -113,7 +113,7 @@ def test_halves_of_master_weights_are_not_taken_for_them():
 
 
 def test_a_checkpoint_without_the_optimizers_state_is_refused_in_a_line():
-    args = parse(["--load", "saved"], 1).args
+    args = Run.of(["--load", "saved"], 1).args
     args.data_fingerprint = ""
     saved = Namespace(**vars(args) | {"no_save_optim": True})
     with pytest.raises(UserError, match="was left out by --no-save-optim; --no-load-optim goes"):

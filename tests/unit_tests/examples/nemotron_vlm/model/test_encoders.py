@@ -17,11 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Layout
-from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.encoders import Encoder, sound
+from examples.mimo.nemotron_vlm.encoders.names import IMAGES
 from examples.mimo.nemotron_vlm.encoders.radio import RadioOfAnySize
 from examples.mimo.nemotron_vlm.model.presets import find_preset, tiny, write_preset
-from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.options.run import Run
 from megatron.core.utils import unwrap_model
 from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import SOUND, SoundAndImages
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
@@ -31,7 +31,7 @@ MODEL = ("--model", "tiny-omni")
 
 
 def parsed(line: str):
-    return parse([*MODEL, *line.split()], world_size=8)
+    return Run.of([*MODEL, *line.split()], world_size=8)
 
 
 class TestOptions:
@@ -167,7 +167,7 @@ def test_entries_count_the_rows_operations_and_memory_of_inputs(options):
     whose output it keeps twice where several sequences are packed.
     """
     with trainer(*MODEL, "--micro-batch-size", "32", *options, source=SoundAndImages()) as run:
-        preset = run.session.options.preset
+        preset = run.session.run.preset
         stage, packed = unwrap_model(run.stages[0].modality_submodules[IMAGES]), []
         decoder = stage.encoders[preset.images.key].radio.decoder
         decoder.register_forward_pre_hook(lambda *each: packed.append(each[-1]), with_kwargs=True)

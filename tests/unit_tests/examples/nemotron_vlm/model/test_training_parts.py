@@ -15,7 +15,7 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.model.layer_specs import layer_specs
-from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.options.run import Run
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet
@@ -68,7 +68,7 @@ class TestGradientFlow:
                     layer.register_forward_pre_hook(not_empty)
             tiles = run.source.tiles("train", 0)[:0].to(Utils.device)
             rows = vision(encoder_inputs={"radio": {"tiles": tiles}})
-            assert rows.shape == (0, run.session.options.preset.language.hidden_size)
+            assert rows.shape == (0, run.session.run.preset.language.hidden_size)
             for gradient in torch.autograd.grad(rows.sum(), [*vision.parameters()]):
                 assert not gradient.any()
 
@@ -197,7 +197,7 @@ class TestFP8:
     )
     def test_parts_have_it_each_on_its_own(self, line, found, hopper):
         line = f"{ENGINE} --model tiny-omni {FORMAT} {line}"
-        configs = parse(line.split(), world_size=1).configs
+        configs = Run.of(line.split(), world_size=1).configs
         images, sound = configs.encoders
         assert (images["encoder"].fp8, configs.language.fp8) == found
         assert sound["encoder"].fp8 is images["projector"].fp8 is None
@@ -222,7 +222,7 @@ class TestFP8:
         line = f"{ENGINE} {FORMAT} --seq-length 44 --micro-batch-size {line}"
         refused = pytest.raises(UserError, match=f"^--fp8-format: .*{found}")
         with refused if found else nullcontext():
-            parse(line.split(), world_size=4)
+            Run.of(line.split(), world_size=4)
 
     @pytest.mark.parametrize(
         ("line", "found"),
@@ -253,7 +253,7 @@ class TestFP8:
         refused = pytest.raises(UserError, match=f"^--fp8-format: .*{found}")
         with refused if found else nullcontext():
             line = f"{ENGINE} {FORMAT} --seq-length 64 {line.format(tmp_path)}"
-            parse(line.split(), world_size=8)
+            Run.of(line.split(), world_size=8)
 
     @requires_world_size(1)
     @pytest.mark.parametrize(("tiles", "recipe"), [(0, "tensorwise"), (1, "mxfp8"), (3, "delayed")])

@@ -19,10 +19,14 @@ import torch
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import SIZES
-from examples.mimo.common.refusals import NEEDS_GPU, WHEREVER_SET
+from examples.mimo.common.option_group import add_options
+from examples.mimo.common.refused_options import NEEDS_GPU, WHEREVER_SET
 from examples.mimo.nemotron_vlm.model.presets import tiny
-from examples.mimo.nemotron_vlm.options import arguments
-from examples.mimo.nemotron_vlm.options.refusals import idle_options
+from examples.mimo.nemotron_vlm.options.command_line import set_defaults
+from examples.mimo.nemotron_vlm.options.defaults import defaults
+from examples.mimo.nemotron_vlm.options.idle_options import idle_options
+from examples.mimo.nemotron_vlm.options.own_options import OwnOptions
+from examples.mimo.nemotron_vlm.options.run import Run
 from megatron.training.arguments import add_megatron_arguments
 from tests.unit_tests.examples.nemotron_vlm import preloaded  # noqa: F401 (its parser is quick)
 
@@ -124,7 +128,7 @@ def _wrong(parser, action, line, base, refused):
     line = [word for word in line if word in known or not word.startswith("--no-")]
     given = getattr(parser.parse_args(line), action.dest)
     try:
-        args = arguments.parse([*base, *line], RANKS).args
+        args = Run.of([*base, *line], RANKS).args
     except UserError as refusal:
         named = [word for word in line if word.startswith("--")] + [action.dest, option[2:]]
         is_named = any(name in str(refusal) for name in named)
@@ -146,8 +150,9 @@ def test_an_option_that_is_taken_keeps_its_value(device, monkeypatch, tmp_path):
     base = ["--device", device, "--language", LAYOUT]
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     theirs = {action.dest for action in parser._actions if action.dest != "help"}
-    arguments.extend(parser, tiny(), device, packs=False)
-    before = vars(arguments.parse(base, RANKS).args)
+    add_options(parser, OwnOptions)
+    set_defaults(parser, defaults(tiny(), device, packs=False))
+    before = vars(Run.of(base, RANKS).args)
     refused = " ".join([*WHEREVER_SET.values(), NEEDS_GPU if device == "cpu" else ""]).split()
     wrong = []
     for action in parser._actions:

@@ -8,15 +8,17 @@ import sys
 
 import pytest
 
+from examples.mimo.common.config_file import write_config
 from examples.mimo.common.errors import UserError
+from examples.mimo.common.option_group import add_options
 from examples.mimo.nemotron_vlm.loop import run as loop
 from examples.mimo.nemotron_vlm.loop.dry_run import dry_run
 from examples.mimo.nemotron_vlm.loop.run import run
 from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset
-from examples.mimo.nemotron_vlm.options.arguments import parse
-from examples.mimo.nemotron_vlm.options.config_file import write_config
-from examples.mimo.nemotron_vlm.options.environment import at_start, uses_gpus
-from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options
+from examples.mimo.nemotron_vlm.options.command_line import read
+from examples.mimo.nemotron_vlm.options.environment import at_start
+from examples.mimo.nemotron_vlm.options.own_options import OwnOptions
+from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.pretrain_nemotron_vlm import ROOT
 from megatron.training.arguments import parse_args
 from tests.unit_tests.examples.nemotron_vlm import preloaded  # noqa: F401 (its parser is quick)
@@ -41,7 +43,7 @@ lr_wsd_decay_style: linear
 def options(tmp_path, text: str, *others: str, ranks: int = 2):
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    return parse(["--config", str(path), *others], ranks)
+    return Run.of(["--config", str(path), *others], ranks)
 
 
 def settings(found) -> dict:
@@ -52,17 +54,17 @@ def test_a_file_means_the_same_as_the_command_line_and_the_command_line_wins(tmp
     found = options(tmp_path, OPTIONS, "--encoder-lr", "3e-4", "--seq-length=96")
     line = "--lr 1e-3 --encoder-lr 3e-4 --seq-length 96 --encoder tp=2,dp=1 --language tp=1,dp=2"
     line += " --pack --micro-batch-size 1 --lr-wsd-decay-style linear"
-    expected = parse(line.split(), 2)
+    expected = Run.of(line.split(), 2)
     assert str(settings(found)) == str(settings(expected))
     assert found.args.lr == 1e-3 and found.args.encoder_lr == ["3e-4"]
 
 
 def test_what_a_run_writes_starts_it_again(tmp_path):
     first = options(tmp_path, OPTIONS, "--no-squared-relu", "--cp-comm-type", "p2p", "--seed", "7")
-    write_config(tmp_path / "again.yaml", first.config)
+    write_config(tmp_path / "again.yaml", first.line.config)
     text = (tmp_path / "again.yaml").read_text()
     assert text.startswith("# overlay ") and "# adam_beta2: 0.95" in text
-    again = parse(["--config", str(tmp_path / "again.yaml")], 2)
+    again = Run.of(["--config", str(tmp_path / "again.yaml")], 2)
     assert str(settings(again)) == str(settings(first))
     assert not again.args.squared_relu and again.args.seed == 7
 
@@ -103,7 +105,7 @@ def test_a_file_that_cannot_work_is_refused(tmp_path, text, says):
 )
 def test_an_unknown_option_gets_the_nearest_names_or_the_reason(line, says):
     with pytest.raises(UserError, match=says):
-        parse(line.split(), 1)
+        Run.of(line.split(), 1)
 
 
 def test_all_readers_of_the_command_line_see_the_file(tmp_path, monkeypatch):
@@ -129,9 +131,10 @@ def test_the_environment_sees_the_file(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("device: cuda\ncuda_graph_impl: local\n")
     line = ["--config", str(path)]
-    assert uses_gpus(line) and not uses_gpus([*line, "--device", "cpu"])
-    assert at_start(line).get("CUDA_MODULE_LOADING") == "EAGER"
-    assert own_options(line).device == "cuda"
+    uses_gpus, variables = at_start(line)
+    assert uses_gpus and not at_start([*line, "--device", "cpu"])[0]
+    assert variables.get("CUDA_MODULE_LOADING") == "EAGER"
+    assert read(line).args.device == "cuda"
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -141,17 +144,17 @@ def test_a_recipe_has_a_dry_run_and_keeps_few_checkpoints(recipe, tmp_path, monk
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setenv("DATA", str(tmp_path / "not-there"))  # a dry run counts shards that are
     given = ["--config", str(recipe), "--language", "cp=2"]
-    found = parse(given, 2)
+    found = Run.of(given, 2)
     assert found.args.save == f"{tmp_path}/checkpoints" and found.args.save_retain_interval
     Utils.destroy()
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert "predicted GiB" in dry_run(given, 2)
+    assert "predicted GiB" in dry_run(read([*given, "--dry-run", "2"]))
     with pytest.raises(UserError, match="multiple of --save-interval 300; nearest: 5100"):
-        parse([*given, "--save-interval", "300"], 2)
+        Run.of([*given, "--save-interval", "300"], 2)
     monkeypatch.delenv("OUT")
     places = ("--save", "saved", "--load", "saved", "--metrics-out", "run/metrics.jsonl")
     places += ("--report", "run/report.png") if found.args.report else ()
-    assert parse([*given, *places], 2).args.save == "saved"  # as train.sbatch
+    assert Run.of([*given, *places], 2).args.save == "saved"  # as train.sbatch
 
 
 def test_help_is_one_screen_with_each_option_of_ours(capsys):
@@ -159,7 +162,7 @@ def test_help_is_one_screen_with_each_option_of_ours(capsys):
     text = capsys.readouterr().out
     assert len(text.splitlines()) <= 30 and max(map(len, text.splitlines())) <= 100
     parser = argparse.ArgumentParser()
-    add_own_options(parser)
+    add_options(parser, OwnOptions)
     shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     own = [action.option_strings[-1] for action in shown if action.dest != "help"]
     assert not [name for name in own if not re.search(rf"{name}(?![\w-])", text)]
@@ -175,4 +178,4 @@ def test_help_all_has_megatrons_options_too(capsys):
 
 def test_sizes_that_no_dp_completes_are_told_so():
     with pytest.raises(UserError, match=r"= 3 must divide the 16 ranks: 3·dp is never 16"):
-        parse(["--language", "tp=3"], 16)
+        Run.of(["--language", "tp=3"], 16)

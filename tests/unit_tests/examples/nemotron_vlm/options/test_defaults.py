@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.options import arguments
-from examples.mimo.nemotron_vlm.options.arguments import parse
-from tests.unit_tests.examples.nemotron_vlm.options.test_stock_options import (
+from examples.mimo.nemotron_vlm.options import derived
+from examples.mimo.nemotron_vlm.options.run import Run
+from tests.unit_tests.examples.nemotron_vlm.options.test_rules import (
     ENGINE,
     FP8,
     GRAPHS,
@@ -32,7 +32,7 @@ from tests.unit_tests.examples.nemotron_vlm.options.test_stock_options import (
     ],
 )
 def test_microbatches_encoded_at_once_by_default(options, expected):
-    found = parse(["--transformer-impl", "local", *options.split()], world_size=2)
+    found = Run.of(["--transformer-impl", "local", *options.split()], world_size=2)
     assert found.args.encoder_macro_batch == expected
 
 
@@ -138,7 +138,7 @@ def test_cudnn_has_the_norms_of_one_number_of_tokens(options, expected, monkeypa
 )
 def test_the_loss(options, has_kernel, expected, monkeypatch):
     """Megatron's fused one rounds the gradients of the logits to bfloat16, in any precision."""
-    monkeypatch.setattr(arguments, "has_loss_kernel", lambda: has_kernel)
+    monkeypatch.setattr(derived, "has_loss_kernel", lambda: has_kernel)
     args = parsed(f"--data mock --transformer-impl local {options}", 1).args
     fused = "Megatron's fused" if args.cross_entropy_loss_fusion else "Megatron's"
     assert ("kernel" if args.loss_kernel else fused) == expected
@@ -154,7 +154,7 @@ def test_the_loss(options, has_kernel, expected, monkeypatch):
 )
 def test_graphs_of_routers_have_the_preparation_of_the_dispatch(modules, captured, hopper):
     """Without it, the dispatcher copies counts on a stream that the capture does not join."""
-    found = parse(f"{GRAPHS} --data mock {modules}".split(), world_size=1).configs.language
+    found = Run.of(f"{GRAPHS} --data mock {modules}".split(), world_size=1).configs.language
     names = [module.name for module in found.cuda_graph_modules]
     assert names == [*captured.split(), "moe_preprocess"]
 
@@ -182,11 +182,11 @@ def test_cuda_graphs_have_whole_moe_layers_whose_counts_stay_on_the_device(
 ):
     line = f"{GRAPHS} --data mock --moe-grouped-gemm --cuda-graph-modules attn moe {options}"
     if is_taken:
-        found = parse(line.split(), world_size=1).configs.language
+        found = Run.of(line.split(), world_size=1).configs.language
         assert [module.name for module in found.cuda_graph_modules] == ["attn", "moe"]
         return
     with pytest.raises(UserError, match="^--cuda-graph-modules moe needs token counts that"):
-        parse(line.split(), world_size=1)
+        Run.of(line.split(), world_size=1)
 
 
 @pytest.mark.parametrize(("pp", "is_kept"), [(1, True), (2, False)])

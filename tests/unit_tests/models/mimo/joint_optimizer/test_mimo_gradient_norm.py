@@ -10,11 +10,11 @@ import torch
 
 from megatron.core.models.mimo.joint_optimizer import gradients, optimizer
 from megatron.core.optimizer import clip_grads
-from tests.unit_tests.examples.nemotron_vlm.runs import Run, trainer
+from tests.unit_tests.examples.nemotron_vlm.runs import Trainer, trainer
 from tests.unit_tests.test_utilities import requires_world_size
 
 
-def norm_of_ones(run: Run) -> float:
+def norm_of_ones(run: Trainer) -> float:
     """Take a step in which every element of every gradient is one."""
     launch = run.optimizer.launch
 

@@ -11,7 +11,7 @@ from megatron.core.models.mimo.joint_optimizer.state import leaves
 from megatron.core.models.mimo.schedule import grad_finalization
 from megatron.core.utils import unwrap_model
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import APART, FLAT
-from tests.unit_tests.examples.nemotron_vlm.runs import Run, trainer
+from tests.unit_tests.examples.nemotron_vlm.runs import Trainer, trainer
 from tests.unit_tests.models.mimo.weights import assert_shards_equal, gather_weights
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import requires_world_size
@@ -35,7 +35,7 @@ def on_all_ranks(value) -> list:
     return values
 
 
-def step(run: Run) -> list[tuple[bool, float | None, int | None]]:
+def step(run: Trainer) -> list[tuple[bool, float | None, int | None]]:
     """Take a step; what the optimizer returns on each rank: the record is the last rank's alone."""
     optimizer, found = run.optimizer, []
     take = optimizer.step
@@ -45,7 +45,7 @@ def step(run: Run) -> list[tuple[bool, float | None, int | None]]:
     return on_all_ranks(found[0])
 
 
-def scales(run: Run) -> set[float]:
+def scales(run: Trainer) -> set[float]:
     """Loss scales of the optimizer and of its members on all ranks."""
     own = [leaf.get_loss_scale().item() for leaf in run.optimizer._leaves]
     return set().union(*on_all_ranks({run.optimizer.get_loss_scale().item(), *own}))
@@ -57,7 +57,7 @@ def kind_of(parameter: torch.nn.Parameter) -> str:
     return "split" if getattr(parameter, "tensor_model_parallel", False) else "repeated"
 
 
-def spoil(run: Run, module: str, kind: str, bad: float) -> None:
+def spoil(run: Trainer, module: str, kind: str, bad: float) -> None:
     """Make a gradient bad on the last rank that holds a parameter of the kind.
 
     Reduction would make it bad on the parameter's replicas as well, but not on the other TP ranks,

@@ -35,7 +35,7 @@ from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
     ON_PP,
     ON_TP_ETP,
 )
-from tests.unit_tests.examples.nemotron_vlm.runs import Run, trainer
+from tests.unit_tests.examples.nemotron_vlm.runs import Trainer, trainer
 from tests.unit_tests.models.mimo.weights import assert_shards_equal, gather_weights
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
@@ -52,7 +52,7 @@ def run_of(layout: tuple[str, str, tuple[str, ...]], *more: str, load: Path | No
     return trainer(*line, *options, *loading, *more)
 
 
-def losses(run: Run, steps: int) -> list[float]:
+def losses(run: Trainer, steps: int) -> list[float]:
     return [run.train_step()["loss"] for _ in range(steps)]
 
 

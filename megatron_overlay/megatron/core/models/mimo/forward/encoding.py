@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core import tensor_parallel
 from megatron.core.models.mimo.bridge.batch_plan import BatchPlan, BridgeRows, planned_rows
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
-from megatron.core.models.mimo.setup.random_states import RandomStates
+from megatron.core.models.mimo.forward.random_states import RandomStates
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model

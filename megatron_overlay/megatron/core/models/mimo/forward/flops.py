@@ -2,30 +2,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """Floating-point operations of encoders, to add to Megatron's count for the language model.
 
-Data loading writes what a step's samples need onto Megatron's arguments, as means for a row.
+Data loading notes what a step's samples need, as means for a row.
 """
 
 import functools
 from argparse import Namespace
 from collections.abc import Callable
+from typing import NamedTuple
+
+
+class StepWork(NamedTuple):
+    """The work of a step's rows, on average.
+
+    operations: of all encoders for a row, forward and backward. packed: tokens of a packed row and
+    the sum of its samples' squared lengths, both without padding; None without packing.
+    """
+
+    operations: float
+    packed: tuple[float, float] | None = None
+
+
+_noted = [StepWork(0.0)]
+
+
+def note_work(work: StepWork) -> None:
+    """Count the step that begins with this work of its rows."""
+    _noted[0] = work
 
 
 def with_modality_flops(count: Callable[..., float]) -> Callable[..., float]:
     """Add the encoders' operations to Megatron's count for a batch, and count packed rows.
 
-    Where they are set, ``args.modality_flops_per_sample`` are the encoders' operations for a row,
-    and ``args.packed_per_sample`` the tokens of a packed row and the sum of its samples' squared
-    lengths, both without padding.
+    The work of the rows is that of the last `note_work`.
     """
 
     @functools.wraps(count)
     def counted(args: Namespace, batch_size: int, *more, **options) -> float:
-        own = getattr(args, "modality_flops_per_sample", 0.0) * batch_size
-        if packed := getattr(args, "packed_per_sample", None):
-            tokens, squares = (mean * batch_size for mean in packed)
+        work = _noted[0]
+        if work.packed:
+            tokens, squares = (mean * batch_size for mean in work.packed)
             options["total_real_tokens_in_batch"] = tokens
             options["seqlen_squared_sum_in_batch"] = squares
-        return count(args, batch_size, *more, **options) + own
+        return count(args, batch_size, *more, **options) + work.operations * batch_size
 
     return counted
 

@@ -7,10 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
 from examples.mimo.nemotron_vlm.model.model import build_vlm, initial_draws
 from examples.mimo.nemotron_vlm.model.part_settings import freeze
-from examples.mimo.nemotron_vlm.options.arguments import Options
+from examples.mimo.nemotron_vlm.options.run import Run
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.setup.data_parallel import prepare_for_training
@@ -23,8 +22,8 @@ from megatron.training.models.base import ModelBuilder, ModelConfig, compose_hoo
 class VLMBuildConfig(ModelConfig):
     """The builder's inputs; Megatron does not serialize fields that begin with an underscore."""
 
-    builder: ClassVar[str] = "examples.mimo.nemotron_vlm.model.builder.VLMBuilder"
-    _options: Options
+    builder: ClassVar[str] = "examples.mimo.nemotron_vlm.loop.builder.VLMBuilder"
+    _run: Run
     _modules: Modules
 
 
@@ -48,15 +47,15 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
             pg_collection: ignored: each module has the groups of its own grid.
             wrap_with_ddp: whether the run trains; otherwise no parameter requires a gradient.
         """
-        options, modules = self._model_config._options, self._model_config._modules
-        args = options.args
+        run, modules = self._model_config._run, self._model_config._modules
+        args = run.args
         prepare_process(modules, args)
         stages = [stage.cuda(torch.cuda.current_device()) for stage in self._build()]
-        own = initial_draws(options.preset)
+        own = initial_draws(run.preset)
         for stage in stages:
             initialize_weights(stage, args.seed, args.language_std, own)
         stages = compose_hooks(self._model_config.pre_wrap_hooks)(stages)
-        freeze(stages, options.parts.frozen)
+        freeze(stages, run.parts.frozen)
         if not wrap_with_ddp:
             for stage in stages:
                 stage.requires_grad_(False)  # wrapped, so names stay, but without buffers
@@ -64,7 +63,6 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
         return compose_hooks(self._model_config.post_wrap_hooks)(stages)
 
     def _build(self) -> list[MimoModel]:
-        options, modules = self._model_config._options, self._model_config._modules
-        args, schedule = options.args, schedule_of(options.args)
-        parts = args, options.preset, options.configs, modules, schedule
-        return build_vlm(*parts, options.parts.overrides)
+        run, modules = self._model_config._run, self._model_config._modules
+        parts = run.args, run.preset, run.configs, modules, run.schedule
+        return build_vlm(*parts, run.parts.overrides)

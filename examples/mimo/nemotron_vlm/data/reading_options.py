@@ -1,0 +1,65 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Options that decide what is read, which trainings and surveys of data share."""
+
+import argparse
+from dataclasses import dataclass, field
+from typing import Literal
+
+from examples.mimo.nemotron_vlm.model.presets import PRESETS, VLMPreset, find_preset
+
+
+@dataclass
+class ReadingOptions:
+    """Options of a model and of how its samples are read."""
+
+    model: str = field(
+        default="tiny",
+        metadata={
+            "argparse_meta": {
+                "help": f"sizes, which options override: {', '.join(sorted(PRESETS))}, or the "
+                "model.json of a converted checkpoint"
+            }
+        },
+    )
+    dynamic_resolution: bool = False
+    """encode images whole, whatever their size, instead of tiles"""
+    dynamic_resolution_min_patches: int | None = None
+    """with --dynamic-resolution, enlarge images of fewer patches; default: the model's"""
+    dynamic_resolution_max_patches: int | None = None
+    """with --dynamic-resolution, shrink images of more patches; default: the model's"""
+    video_target_num_patches: int | None = None
+    """with --dynamic-resolution, patches of a frame of a clip of video, about; default: the
+    model's"""
+    video_frames: int | None = None
+    """frames of a clip of video, or all of a shorter one; default: --video-fps"""
+    video_fps: float | None = None
+    """frames of a clip in a second; default: all"""
+    max_tiles: int = 12
+    """most tiles of an image, not counting its thumbnail"""
+    thumbnail: bool = True
+    """leave out the thumbnail of the whole image that an image of several tiles gets"""
+    bad_samples: Literal["skip", "refuse"] = "skip"
+    """skip samples that cannot be used, or refuse a data set that has any"""
+    long_samples: Literal["skip", "refuse", "cut"] = "skip"
+    """skip samples of more than --seq-length tokens, refuse a data set that has any, or cut off the
+    end of their answers; those are skipped whose media alone do not fit"""
+    prompt: str = "Describe the image."
+    """question asked where a sample has only a caption"""
+    image_token: str = "<image>"
+    """the tokenizer's token for an image"""
+    surveys: str | None = None
+    """directory of the data's surveys; default: beside the data"""
+
+
+def preset_of(args: argparse.Namespace) -> VLMPreset:
+    """Return the model that ``--model`` names, with the encoder of images that options ask for.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    preset = find_preset(args.model)
+    if not args.dynamic_resolution:
+        return preset
+    limits = args.dynamic_resolution_min_patches, args.dynamic_resolution_max_patches
+    return preset.with_images_of_any_size(*limits, args.video_target_num_patches)

@@ -1,0 +1,298 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""All rules of ``pretrain_nemotron_vlm.py``, in one table that is walked once a run."""
+
+from typing import Any
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import COLOCATED, TOKEN_MULTIPLE, Batch
+from examples.mimo.common.layout_rules import main_layers
+from examples.mimo.common.megatron_rules import OF_MEGATRON
+from examples.mimo.common.refused_options import FAMILIES
+from examples.mimo.common.rules import ON_ENGINE, Rule, not_local, with_graphs
+from examples.mimo.nemotron_vlm.options.derived import graphs_overlap
+from examples.mimo.nemotron_vlm.options.fp8_rules import OF_FP8
+from examples.mimo.nemotron_vlm.options.layout_rules import resolve
+from examples.mimo.nemotron_vlm.options.own_options import THREE_PHASES
+from examples.mimo.nemotron_vlm.options.value_rules import OF_VALUES
+from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
+from megatron.core.transformer.padded_flash_attention import is_installed
+
+OWN_GROUP = "Megatron would recompute these layers in a TP group of its own, which is not made"
+FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
+MTP = "--hybrid-layer-pattern MEM*/E*"
+
+
+def _is_unaligned(run: Any) -> bool:
+    """Tell whether upstream's Mamba layer has rows that its kernel takes for one sample only."""
+    args, language = run.args, run.layouts.language
+    if "M" not in args.hybrid_layer_pattern or language.cp > 1:  # with CP these rows are copied
+        return False
+    heads, groups = args.mamba_num_heads, args.mamba_num_groups
+    row = heads + 2 * heads * args.mamba_head_dim + 2 * groups * args.mamba_state_dim
+    return row // language.tp % 8 != 0
+
+
+def _depths(run: Any) -> int:
+    """Return the number of later tokens that multi-token prediction predicts."""
+    return parse_hybrid_pattern(run.asked.hybrid_layer_pattern).mtp_num_depths
+
+
+def _in_8_bits(run: Any) -> bool:
+    """Return whether the language model's products are in 8 or 4 bits."""
+    parts = run.args.fp8_parts.split(",")
+    return bool(run.args.fp4 or (run.args.fp8 and (parts == [""] or "language" in parts)))
+
+
+OF_OWN_OPTIONS = [
+    Rule(
+        "--linear-cp-mode headwise",
+        lambda r: r.args.linear_cp_mode != "chunkwise",
+        "it was dropped",
+        "state passing (chunkwise, the default) takes any cp",
+    ),
+    Rule(
+        "--encoder-schedule bubbles",
+        lambda r: r.args.encoder_schedule != THREE_PHASES,
+        "it was dropped, as no real data could use it",
+        f"leave it out, which is {THREE_PHASES}",
+    ),
+    with_graphs(
+        "--pack",
+        lambda r: r.args.pack,
+        "a graph has one shape, and packed rows differ in their samples",
+        "--pack",
+    ),
+    with_graphs(
+        "--placement",
+        lambda r: r.layouts.non_colocated,
+        "it has not been shown to work",
+        "--placement non-colocated",
+    ),
+    with_graphs(
+        "--freeze",
+        lambda r: r.args.freeze,
+        "a graph does not run again before its backward has",
+        "--freeze projector",
+    ),
+    with_graphs(
+        "--recompute-encoder",
+        lambda r: r.args.recompute_encoder,
+        "a graph's backward keeps the activations of its forward",
+        "--recompute-encoder 1",
+    ),
+    with_graphs(
+        "--recompute-modules moe in FP8",
+        lambda r: (
+            _in_8_bits(r)
+            and r.args.recompute_granularity == "selective"
+            and "moe" in (r.args.recompute_modules or ())
+        ),
+        OWN_GROUP,
+        f"{FP8} --recompute-granularity selective --recompute-modules moe",
+    ),
+    Rule(
+        "--recompute-granularity full with multi-token prediction in FP8",
+        lambda r: _in_8_bits(r) and r.args.recompute_granularity == "full" and _depths(r),
+        OWN_GROUP,
+        example=f"{ON_ENGINE} {FP8} --recompute-granularity full {MTP}",
+    ),
+    Rule(
+        "--transformer-impl transformer_engine in fp32 with --pack, --dynamic-resolution or "
+        "context parallelism",
+        lambda r: (
+            (r.args.pack or r.args.dynamic_resolution or r.layouts.language.cp > 1)
+            and r.args.transformer_impl != "local"
+            and not (r.args.bf16 or r.args.fp16)
+        ),
+        "its attention has them in 16 bits alone",
+        "add --bf16, or choose local",
+        f"{ON_ENGINE} --language cp=2",
+    ),
+    Rule(
+        "--mamba-num-heads that leave unaligned rows with --pack",
+        lambda r: r.args.pack and r.args.device == "cuda" and _is_unaligned(r),
+        "the kernel of the causal convolution needs (2 · heads · head dim + 2 · groups · state dim "
+        "+ heads) / tp to be a multiple of 8",
+        example=f"{ON_ENGINE} --bf16 --pack --mamba-num-heads 12",
+    ),
+    not_local("--attention-dropout", lambda r: r.args.attention_dropout, "--attention-dropout 0.1"),
+    Rule(
+        "--num-layers of another number than --hybrid-layer-pattern",
+        lambda r: (
+            r.asked.num_layers
+            not in (None, len(main_layers(r.args.hybrid_layer_pattern).replace("|", "")))
+        ),
+        "the pattern gives the layers",
+        example="--num-layers 2",
+    ),
+    Rule(
+        "--mtp-num-layers of another number than --hybrid-layer-pattern",
+        lambda r: r.asked.mtp_num_layers not in (None, _depths(r)),
+        "the pattern gives the layers of each later token, such as MEM*/E*/E* for two tokens",
+        example="--mtp-num-layers 1",
+    ),
+    with_graphs(
+        "multi-token prediction",
+        _depths,
+        "no graph of its layers has been shown to work",
+        f"--bf16 --data mock {MTP}",
+    ),
+    Rule(
+        "--hybrid-layer-pattern with multi-token prediction, tied embeddings and a pipeline",
+        lambda r: (
+            _depths(r)
+            and not r.args.untie_embeddings_and_output_weights
+            and (r.layouts.non_colocated or r.layouts.language.pp > 1)
+        ),
+        "Megatron would give the last stage an output layer beside the tied embedding",
+        "leave out --no-untie-embeddings-and-output-weights",
+        f"--language pp=2 {MTP} --no-untie-embeddings-and-output-weights",
+    ),
+    Rule(
+        "--no-calculate-per-token-loss",
+        lambda r: not r.args.calculate_per_token_loss,
+        "ranks have answers of different lengths, and a mean of their means depends on the layout",
+    ),
+    Rule(
+        "--no-dist-ckpt-optim-fully-reshardable",
+        lambda r: r.args.use_distributed_optimizer and not r.args.dist_ckpt_optim_fully_reshardable,
+        "an optimizer of several modules is saved so that any layout can load it, and no other way",
+    ),
+    Rule(
+        "--save-tokenizer-assets",
+        lambda r: r.args.save_tokenizer_assets,
+        "no tokenizer is loaded, as the samples bring their ids",
+        example=None,
+    ),
+]
+
+
+def _layout_violation(run: Any) -> str | None:
+    try:
+        for batch in run.batches:
+            resolve(*run.wanted, batch, run.args.world_size, run.preset, run.layouts.placement)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _instances_violation(run: Any) -> str | None:
+    instances = run.asked.num_distributed_optimizer_instances
+    for layout in run.layouts.modules:
+        if layout.dp % instances or layout.expt_dp % instances:
+            return (
+                f"--num-distributed-optimizer-instances {instances} must divide dp={layout.dp} and "
+                f"expt_dp={layout.expt_dp}, the replicas of experts, of {layout}"
+            )
+    return None
+
+
+def _multiple_violation(run: Any) -> str | None:
+    language, multiple = run.layouts.language, run.asked.sample_multiple
+    if not (run.asked.pack and multiple % language.token_multiple):
+        return None
+    return (
+        f"--sample-multiple {multiple}: --language {language} needs a multiple of "
+        f"{language.token_multiple} ({TOKEN_MULTIPLE})"
+    )
+
+
+def _macro_batch_violation(run: Any) -> str | None:
+    at_once, count = run.args.encoder_macro_batch, run.layouts.num_microbatches
+    if at_once > 1 and (run.layouts.non_colocated or run.layouts.language.pp > 1):
+        return (
+            f"--encoder-macro-batch needs --placement {COLOCATED} and a language model with pp=1; "
+            "with a pipeline, all microbatches of a step are encoded at once"
+        )
+    if graphs_overlap(run.args, run.layouts, at_once):
+        return (
+            f"--cuda-graph-impl local: --encoder-macro-batch {at_once} must divide "
+            f"the {count} microbatches of a step"
+        )
+    return None
+
+
+def _flash_violation(run: Any) -> str | None:
+    args = run.args
+    if args.encoder_attention != "flash4":
+        return None
+    needs = {
+        "--device cuda": args.device == "cuda",
+        "--dynamic-resolution": args.dynamic_resolution,
+        "--bf16 or --fp16": args.bf16 or args.fp16,
+        "layers of Transformer Engine": args.transformer_impl != "local",
+        "a run without --deterministic-mode": not args.deterministic_mode,
+        "flash-attn-4, which is not installed": is_installed(),
+    }
+    lacking = next((need for need, is_met in needs.items() if not is_met), None)
+    return lacking and f"--encoder-attention flash4 needs {lacking}; te does not"
+
+
+def _evaluation_violation(run: Any) -> str | None:
+    """Hold evaluation's batches to the rules that training's batches keep."""
+    args = run.args
+    if not args.eval_iters:
+        return None
+    sizes = args.eval_global_batch_size, args.eval_micro_batch_size
+    if args.pack and sizes[1] != 1:
+        return "--pack makes one row a microbatch: --eval-micro-batch-size must be 1"
+    if args.cuda_graph_impl == "local" and sizes[1] > args.micro_batch_size:
+        return (
+            f"--cuda-graph-impl local: --eval-micro-batch-size {sizes[1]} must be "
+            f"{args.micro_batch_size} or less, the size for which graphs have buffers"
+        )
+    try:
+        layouts = run.layouts.encoders, run.layouts.language
+        batch = Batch(*sizes, args.seq_length)
+        resolve(*layouts, batch, args.world_size, run.preset, run.layouts.placement)
+    except UserError as error:
+        options = "--eval-global-batch-size {}, --eval-micro-batch-size {}".format(*sizes)
+        return f"{options}: {error}"
+    return None
+
+
+OF_LAYOUTS = [
+    Rule("--encoder, --language", _layout_violation, example="--global-batch-size 30"),
+    Rule(
+        "--recompute-encoder",
+        lambda r: (
+            r.layouts.non_colocated
+            and r.args.recompute_encoder
+            and f"--recompute-encoder needs --placement {COLOCATED}"
+        ),
+        example="--placement non-colocated --recompute-encoder 2",
+    ),
+    Rule(
+        "--encoder-macro-batch",
+        _macro_batch_violation,
+        example="--language pp=2 --encoder-macro-batch 2",
+    ),
+    Rule(
+        "--num-distributed-optimizer-instances",
+        _instances_violation,
+        example="--num-distributed-optimizer-instances 2 --language tp=2",
+    ),
+    Rule(
+        "--sample-multiple",
+        _multiple_violation,
+        example="--pack --seq-length 64 --sample-multiple 2 --language cp=2",
+    ),
+    Rule("--encoder-attention", _flash_violation, example="--encoder-attention flash4"),
+]
+
+OF_MEGATRONS_CHECKS = [
+    Rule("Megatron's own checks", lambda r: r.failed and str(r.failed), example="--fp16 --bf16"),
+    Rule(
+        "--eval-iters",
+        _evaluation_violation,
+        example="--pack --eval-iters 1 --eval-micro-batch-size 2",
+    ),
+]
+
+RULES = [
+    *(*FAMILIES, *OF_MEGATRON, *OF_OWN_OPTIONS),
+    *(*OF_VALUES, *OF_LAYOUTS, *OF_MEGATRONS_CHECKS, *OF_FP8),
+]
+"""All rules in the order in which they are checked; the last ones need Megatron's derived values.
+"""

@@ -1,0 +1,55 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Folders import those before them alone, also within functions and for type checkers."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from mini import REPOSITORY
+
+PROGRAM = "examples.mimo."
+OF_PROGRAM = [
+    {"common"},
+    {"nemotron_vlm.encoders", "nemotron_vlm.model"},
+    {"nemotron_vlm.energon", "nemotron_vlm.data"},
+    {"nemotron_vlm.options"},
+    {"nemotron_vlm.planner"},
+    {"nemotron_vlm.loop"},
+]
+MIMO = "megatron.core.models.mimo."
+OF_MIMO = [
+    {"config"},
+    {"bridge"},
+    {"partition", "comm"},
+    {"forward", "joint_optimizer"},
+    {"schedule"},
+    {"setup", "colocated_schedule"},
+]
+
+
+@pytest.mark.parametrize(
+    ("root", "package", "layers"),
+    [(REPOSITORY, PROGRAM, OF_PROGRAM), (REPOSITORY / "megatron_overlay", MIMO, OF_MIMO)],
+    ids=["program", "overlay"],
+)
+def test_a_layer_imports_those_before_it(root: Path, package: str, layers: list[set[str]]):
+    level = {package + name: number for number, names in enumerate(layers) for name in names}
+
+    def layer(module: str) -> str | None:
+        return next((name for name in level if f"{module}.".startswith(f"{name}.")), None)
+
+    upward = []
+    files = sorted((root / package.replace(".", "/")).rglob("*.py"))
+    assert len(files) > 20
+    for path in files:
+        name = ".".join(path.relative_to(root).with_suffix("").parts)
+        if (own := layer(name)) is None:
+            continue
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+        names += [a.name for node in nodes if isinstance(node, ast.Import) for a in node.names]
+        imported = {layer(each) for each in names} - {None}
+        upward += [f"{name} → {to}" for to in imported if level[to] > level[own]]
+    assert upward == []
