@@ -73,10 +73,10 @@ def _next_question() -> str:
 def _files(options: Namespace) -> list:
     """Read the files of all media."""
     from examples.mimo.common.errors import UserError
-    from examples.mimo.nemotron_vlm.encoders.names import IMAGES, SOUND
     from examples.mimo.nemotron_vlm.energon.conversation import VIDEO
     from examples.mimo.nemotron_vlm.energon.encoding import File
     from examples.mimo.nemotron_vlm.energon.records import numerically
+    from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 
     found = []
     for kind, paths in ((IMAGES, options.image), (VIDEO, options.video), (SOUND, options.sound)):

@@ -12,7 +12,7 @@ from mini import REPOSITORY
 PROGRAM = "examples.mimo."
 OF_PROGRAM = [
     {"common"},
-    {"nemotron_vlm.encoders", "nemotron_vlm.model"},
+    {"nemotron_vlm.model"},
     {"nemotron_vlm.energon", "nemotron_vlm.data"},
     {"nemotron_vlm.options"},
     {"nemotron_vlm.planner"},

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
-from examples.mimo.nemotron_vlm.encoders.names import IMAGE
 from examples.mimo.nemotron_vlm.loop.forward_step import forward_step
+from examples.mimo.nemotron_vlm.model.names import IMAGE
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.training import training as loop

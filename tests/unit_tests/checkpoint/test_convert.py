@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import NemotronHForCausalLM
 
-from examples.mimo.nemotron_vlm.encoders import Encoder
-from examples.mimo.nemotron_vlm.encoders.sound import Sound
+from examples.mimo.nemotron_vlm.model.encoders import Encoder
+from examples.mimo.nemotron_vlm.model.encoders.sound import Sound
 from megatron.core.utils import unwrap_model
 from tests.unit_tests.checkpoint.conversions import (
     INDEX,

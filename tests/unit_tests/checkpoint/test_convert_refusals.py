@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from examples.mimo.nemotron_vlm.encoders.radio.weights import EMBEDDER
+from examples.mimo.nemotron_vlm.model.encoders.radio.weights import EMBEDDER
 from examples.mimo.nemotron_vlm.model.presets import find_preset
 from tests.unit_tests.checkpoint.conversions import program, run_converter, tensors_of
 from tests.unit_tests.checkpoint.hugging_face import encoder, language_model, save

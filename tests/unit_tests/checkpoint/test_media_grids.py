@@ -24,9 +24,9 @@ from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import
 )
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
-from examples.mimo.nemotron_vlm.encoders.clip_grids import ClipGrids, sampled_frames
-from examples.mimo.nemotron_vlm.encoders.patch_grids import PatchGrids, grids_of, tubelets_of
-from examples.mimo.nemotron_vlm.encoders.sound import SHORTEST
+from examples.mimo.nemotron_vlm.model.clip_grids import ClipGrids, sampled_frames
+from examples.mimo.nemotron_vlm.model.encoders.sound import SHORTEST
+from examples.mimo.nemotron_vlm.model.patch_grids import PatchGrids, grids_of, tubelets_of
 from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b
 from tests.unit_tests.test_utilities import requires_world_size
 

@@ -17,8 +17,8 @@ from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import
     NemotronH_Omni_Reasoning_V3VideoProcessor,
 )
 
-from examples.mimo.nemotron_vlm.encoders.names import IMAGE, IMAGES
 from examples.mimo.nemotron_vlm.loop.dry_run import dry_run
+from examples.mimo.nemotron_vlm.model.names import IMAGE, IMAGES
 from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b, tiny_omni
 from examples.mimo.nemotron_vlm.options.command_line import read
 from tests.unit_tests.checkpoint.conversions import (

@@ -5,7 +5,7 @@
 from dataclasses import replace
 from typing import Any
 
-from examples.mimo.nemotron_vlm.encoders.hugging_face import (
+from examples.mimo.nemotron_vlm.model.encoders.hugging_face import (
     Files,
     Part,
     Table,

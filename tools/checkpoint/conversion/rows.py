@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.encoders.hugging_face import Table
+from examples.mimo.nemotron_vlm.model.encoders.hugging_face import Table
 
 Shape = tuple[int, ...]
 

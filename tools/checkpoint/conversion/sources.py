@@ -13,7 +13,7 @@ from conversion.nemotron_h import LanguagePart
 from conversion.rows import Shape, Translation, differences, refuse
 from conversion.tensor_files import TensorFiles
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.encoders.hugging_face import Part, check_values
+from examples.mimo.nemotron_vlm.model.encoders.hugging_face import Part, check_values
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 
 VLM = "nemotron_h_omni"

@@ -18,12 +18,12 @@ from conversion.sources import LANGUAGE, config_of, preset_of, sources_of
 from conversion.trained import ASKED, INPUTS
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import make_encoder
-from examples.mimo.nemotron_vlm.encoders.names import IMAGES, SOUND
-from examples.mimo.nemotron_vlm.encoders.radio.entry import Radio
 from examples.mimo.nemotron_vlm.energon import conversation
 from examples.mimo.nemotron_vlm.energon.encoding import File
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation
 from examples.mimo.nemotron_vlm.energon.records import Record
+from examples.mimo.nemotron_vlm.model.encoders.radio.entry import Radio
+from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.model.presets import find_preset, nano_omni_30b_a3b
 
 MAY_LACK = re.compile(

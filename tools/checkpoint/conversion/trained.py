@@ -16,8 +16,8 @@ from conversion.directions import MODEL, preset_of_run, to_hugging_face
 from conversion.sources import parts_of, sizes_of
 from conversion.torch_dist import Checkpoint
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.encoders.names import FIRST_DIGIT, IMAGES, SOUND
 from examples.mimo.nemotron_vlm.energon.chat_template import DEFAULT_TEMPLATE
+from examples.mimo.nemotron_vlm.model.names import FIRST_DIGIT, IMAGES, SOUND
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, write_preset
 
 INPUTS = "inputs.json"

@@ -17,11 +17,11 @@ from conversion.their_model import embedded, their_model, their_rows
 from conversion.torch_dist import Checkpoint
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
-from examples.mimo.nemotron_vlm.encoders.names import IMAGES, SOUND
-from examples.mimo.nemotron_vlm.encoders.sound_lengths import SAMPLING_RATE
 from examples.mimo.nemotron_vlm.loop import run as program
 from examples.mimo.nemotron_vlm.loop.forward_step import forward_step
+from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
+from examples.mimo.nemotron_vlm.model.sound_lengths import SAMPLING_RATE
 from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.pretrain_nemotron_vlm import ALONE
 from megatron.core.models.mimo.schedule.replaced import replaced

@@ -12,7 +12,7 @@ from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.mock import MockStrips
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
 from examples.mimo.nemotron_vlm.data.whole_images import WholeImages, most_rows
-from examples.mimo.nemotron_vlm.encoders.names import SOUND
+from examples.mimo.nemotron_vlm.model.names import SOUND
 
 if TYPE_CHECKING:
     from examples.mimo.nemotron_vlm.energon.encoding import Encoder

@@ -15,7 +15,7 @@ from examples.mimo.common.steps import Microbatch
 from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
 from examples.mimo.nemotron_vlm.data.step_plan import InputRange, Take
-from examples.mimo.nemotron_vlm.encoders import Encoder
+from examples.mimo.nemotron_vlm.model.encoders import Encoder
 from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
 from megatron.core.models.mimo.bridge.plan import AtomRows
 from megatron.core.token_layout import pad_lengths, zigzag_owners

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass, field
 from typing import Literal
 
+from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.model.presets import PRESETS, VLMPreset, find_preset
 
 
@@ -22,6 +23,14 @@ class ReadingOptions:
             }
         },
     )
+    pack: bool = False
+    """pack as many samples as fit into a row of --seq-length tokens; samples do not attend to each
+    other, and batch sizes count rows"""
+    pack_window: int = Packing().window
+    """number of consecutive samples that are packed together"""
+    sample_multiple: int = Packing().multiple
+    """with --pack, pad each sample to a multiple of so many tokens, which must be a multiple of tp,
+    or of 2·cp·tp with context parallelism"""
     dynamic_resolution: bool = False
     """encode images whole, whatever their size, instead of tiles"""
     dynamic_resolution_min_patches: int | None = None

@@ -19,7 +19,7 @@ import numpy as np
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
 
 if TYPE_CHECKING:
-    from examples.mimo.nemotron_vlm.encoders import Encoder
+    from examples.mimo.nemotron_vlm.model.encoders import Encoder
 
 
 SAMPLE, PLACE, ROWS, WORK, SIZE = range(5)

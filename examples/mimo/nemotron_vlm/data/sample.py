@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.encoders.names import (
+from examples.mimo.nemotron_vlm.model.names import (
     BOS,
     EOS,
     FIRST_DIGIT,

@@ -19,7 +19,7 @@ import numpy as np
 from examples.mimo.common.layout import Layouts
 from examples.mimo.nemotron_vlm.data.balance import assign_rows, cut_evenly
 from examples.mimo.nemotron_vlm.data.rows import PLACE, ROWS, SAMPLE, WORK, Rows
-from examples.mimo.nemotron_vlm.encoders import Encoder
+from examples.mimo.nemotron_vlm.model.encoders import Encoder
 from megatron.core.models.mimo.bridge.topology import atoms_of
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.forward.flops import StepWork

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from examples.mimo.nemotron_vlm.data.sample import DigitTask, Text, reading_task
-from examples.mimo.nemotron_vlm.encoders.names import FIRST_DIGIT, IMAGES
+from examples.mimo.nemotron_vlm.model.names import FIRST_DIGIT, IMAGES
 
 if TYPE_CHECKING:
-    from examples.mimo.nemotron_vlm.encoders.radio import RadioOfAnySize
+    from examples.mimo.nemotron_vlm.model.encoders.radio import RadioOfAnySize
 
 EIGHTHS = range(4, 11)
 """Heights and widths that a tile is resized to, in eighths of its own."""

@@ -17,7 +17,6 @@ from examples.mimo.common.option_group import add_options
 from examples.mimo.nemotron_vlm.data import PREPARATION, make_encoder
 from examples.mimo.nemotron_vlm.data.reading_options import ReadingOptions, preset_of
 from examples.mimo.nemotron_vlm.data.rows import Packing
-from examples.mimo.nemotron_vlm.encoders.names import SOUND
 from examples.mimo.nemotron_vlm.energon.advice import advise
 from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import VIDEO
@@ -34,6 +33,7 @@ from examples.mimo.nemotron_vlm.energon.survey import (
     load_survey,
     make_survey,
 )
+from examples.mimo.nemotron_vlm.model.names import SOUND
 
 _SENT = f"{MissingPackage.__module__}.{MissingPackage.__name__}: "
 

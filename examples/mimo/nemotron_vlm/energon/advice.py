@@ -6,10 +6,10 @@ import numpy as np
 
 from examples.mimo.common.layout import table
 from examples.mimo.nemotron_vlm.data.rows import Packing, best_fit
-from examples.mimo.nemotron_vlm.encoders.names import IMAGES
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.images import Tiling
 from examples.mimo.nemotron_vlm.energon.survey import KINDS, Survey
+from examples.mimo.nemotron_vlm.model.names import IMAGES
 
 PERCENTILES = (50, 90, 99, 100)
 """Percentiles of samples and images that the tables show."""

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from examples.mimo.nemotron_vlm.encoders.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.energon.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation, one_line
+from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 
 VIDEO = "video"
 """Kind of media that the encoder of images encodes, too."""

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from examples.mimo.nemotron_vlm.data.sample import Text
-from examples.mimo.nemotron_vlm.encoders.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS, VIDEO, Chat
 from examples.mimo.nemotron_vlm.energon.errors import BadClip, BadConversation, BadMedium, BadSound
@@ -19,6 +18,7 @@ from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling, open_ima
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT, Medium, Record
 from examples.mimo.nemotron_vlm.energon.sounds import Listening, picture_of
 from examples.mimo.nemotron_vlm.energon.videos import Extent, Watching
+from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 
 
 class File(NamedTuple):

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from examples.mimo.nemotron_vlm.encoders.patch_grids import PatchGrids
 from examples.mimo.nemotron_vlm.energon.errors import BadImage, decoding
+from examples.mimo.nemotron_vlm.model.patch_grids import PatchGrids
 
 FORMATS = {
     suffix.removeprefix("."): name

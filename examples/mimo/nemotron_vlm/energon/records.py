@@ -20,11 +20,11 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from examples.mimo.nemotron_vlm.encoders.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.energon.chat_template import REASONING
 from examples.mimo.nemotron_vlm.energon.conversation import PLACEHOLDERS, VIDEO, Turn, place_media
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation, UnreadFormat
 from examples.mimo.nemotron_vlm.energon.images import FORMATS, OTHERS
+from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from megatron.energon import CaptioningSample, CrudeSample
 
 KINDS = CaptioningSample, CrudeSample

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.encoders.sound_lengths import SAMPLING_RATE, SHORTEST, rows_of
 from examples.mimo.nemotron_vlm.energon.errors import BadSound, MissingPackage, decoding
+from examples.mimo.nemotron_vlm.model.sound_lengths import SAMPLING_RATE, SHORTEST, rows_of
 
 RATES = range(1000, 1_000_001)
 """Samples in a second that a file may have."""

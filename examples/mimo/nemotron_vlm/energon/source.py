@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from examples.mimo.nemotron_vlm.data.sample import Question, SampleSource, Text
-from examples.mimo.nemotron_vlm.encoders.names import IMAGES
 from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File, read_files
@@ -30,6 +29,7 @@ from examples.mimo.nemotron_vlm.energon.survey import (
     load_survey,
     text_sum,
 )
+from examples.mimo.nemotron_vlm.model.names import IMAGES
 
 NAMED = 3
 """Number of bad samples that a refusal names."""

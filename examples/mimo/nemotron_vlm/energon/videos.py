@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.encoders.clip_grids import ClipGrids, sampled_frames
 from examples.mimo.nemotron_vlm.energon.errors import (
     BadClip,
     BadImage,
@@ -19,6 +18,7 @@ from examples.mimo.nemotron_vlm.energon.errors import (
     decoding,
 )
 from examples.mimo.nemotron_vlm.energon.images import LONGEST, open_image
+from examples.mimo.nemotron_vlm.model.clip_grids import ClipGrids, sampled_frames
 
 MP4 = b"ftyp"
 """Bytes 4 to 7 of an MP4 file."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Layout, Layouts
-from examples.mimo.nemotron_vlm.encoders.entry import Configs
+from examples.mimo.nemotron_vlm.model.encoders.entry import Configs
 from examples.mimo.nemotron_vlm.model.language_loss import (
     HybridModelWithLossKernel,
     leave_out_padding,

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.encoders import ENCODERS, Encoder
-from examples.mimo.nemotron_vlm.encoders.names import IMAGES
-from examples.mimo.nemotron_vlm.encoders.radio import Radio, RadioOfAnySize
-from examples.mimo.nemotron_vlm.encoders.sound import Sound
+from examples.mimo.nemotron_vlm.model.encoders import ENCODERS, Encoder
+from examples.mimo.nemotron_vlm.model.encoders.radio import Radio, RadioOfAnySize
+from examples.mimo.nemotron_vlm.model.encoders.sound import Sound
+from examples.mimo.nemotron_vlm.model.names import IMAGES
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from examples.mimo.common.layout_rules import (
     size_violation,
     undivided,
 )
-from examples.mimo.nemotron_vlm.encoders import Encoder
+from examples.mimo.nemotron_vlm.model.encoders import Encoder
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 
 Rule = Callable[[Layout], str | None]

@@ -9,7 +9,6 @@ from typing import Literal
 
 from examples.mimo.common.layout import COLOCATED, NON_COLOCATED
 from examples.mimo.nemotron_vlm.data.reading_options import ReadingOptions
-from examples.mimo.nemotron_vlm.data.rows import Packing
 
 THREE_PHASES = "three-phases"
 
@@ -73,14 +72,6 @@ class OwnOptions(ReadingOptions):
     data: str = "digits"
     """data set: digits (strips of one to three scanned digits), digits:N (of N digits), mock
     (noise) or energon:PATH (shards)"""
-    pack: bool = False
-    """pack as many samples as fit into a row of --seq-length tokens; samples do not attend to each
-    other, and batch sizes count rows"""
-    pack_window: int = Packing().window
-    """number of consecutive samples that are packed together"""
-    sample_multiple: int = Packing().multiple
-    """with --pack, pad each sample to a multiple of so many tokens, which must be a multiple of tp,
-    or of 2·cp·tp with context parallelism"""
     balance: bool = True
     """take rows in the stream's order, instead of assigning them to ranks and microbatches by their
     cost"""

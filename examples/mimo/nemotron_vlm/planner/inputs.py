@@ -22,8 +22,8 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Layout
 from examples.mimo.nemotron_vlm.data import DIGITS, ENERGON, make_source
 from examples.mimo.nemotron_vlm.data.rows import SIZE, Packing, Rows
-from examples.mimo.nemotron_vlm.encoders import Encoder
-from examples.mimo.nemotron_vlm.encoders.names import IMAGES
+from examples.mimo.nemotron_vlm.model.encoders import Encoder
+from examples.mimo.nemotron_vlm.model.names import IMAGES
 from examples.mimo.nemotron_vlm.model.part_settings import ModelPart
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine

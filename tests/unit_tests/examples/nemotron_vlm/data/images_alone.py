@@ -11,7 +11,7 @@ from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.data.step_plan import InputRange, Share, StepPlan, StepWork, Take
-from examples.mimo.nemotron_vlm.encoders.names import IMAGES
+from examples.mimo.nemotron_vlm.model.names import IMAGES
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, tiny
 
 TINY = tiny()

@@ -13,8 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.mimo.nemotron_vlm.encoders.names import IMAGES, SOUND
-from examples.mimo.nemotron_vlm.encoders.patch_grids import grids_of, tubelets_of
 from examples.mimo.nemotron_vlm.energon import images
 from examples.mimo.nemotron_vlm.energon.__main__ import main
 from examples.mimo.nemotron_vlm.energon.conversation import VIDEO, Chat
@@ -24,6 +22,8 @@ from examples.mimo.nemotron_vlm.energon.images import Resizing
 from examples.mimo.nemotron_vlm.energon.store import open_split
 from examples.mimo.nemotron_vlm.energon.survey import STATES, load_survey, make_survey
 from examples.mimo.nemotron_vlm.energon.videos import Watching
+from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
+from examples.mimo.nemotron_vlm.model.patch_grids import grids_of, tubelets_of
 from tests.unit_tests.examples.nemotron_vlm.energon.bad_samples import (
     BAD,
     GOOD,

@@ -12,7 +12,6 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from examples.mimo.nemotron_vlm.encoders.names import IMAGES
 from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn, place_media
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
@@ -25,6 +24,7 @@ from examples.mimo.nemotron_vlm.energon.records import (
     decode_text,
     read_record,
 )
+from examples.mimo.nemotron_vlm.model.names import IMAGES
 from megatron.energon import CrudeSample
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     CRUDE,

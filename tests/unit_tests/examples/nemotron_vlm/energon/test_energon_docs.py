@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from examples.mimo.nemotron_vlm.encoders.names import IMAGES, SOUND
+from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     image,
     make_omni,

@@ -26,12 +26,12 @@ from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import
 )
 from transformers.video_utils import load_video
 
-from examples.mimo.nemotron_vlm.encoders.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.energon.conversation import VIDEO
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File
 from examples.mimo.nemotron_vlm.energon.errors import MissingPackage
 from examples.mimo.nemotron_vlm.energon.images import Tiling, open_image
 from examples.mimo.nemotron_vlm.energon.videos import Watching
+from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import CLIPS, GRIDS, READER
 from tests.unit_tests.examples.nemotron_vlm.energon.media_files import (

@@ -18,10 +18,10 @@ import yaml
 from PIL import Image
 
 from examples.mimo.common.steps import training_steps
-from examples.mimo.nemotron_vlm.encoders.names import IMAGES, SOUND
-from examples.mimo.nemotron_vlm.encoders.patch_grids import grids_of
 from examples.mimo.nemotron_vlm.energon import survey as surveys
 from examples.mimo.nemotron_vlm.energon.store import PAUSES_S, open_split
+from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
+from examples.mimo.nemotron_vlm.model.patch_grids import grids_of
 from examples.mimo.nemotron_vlm.model.presets import tiny_omni
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     CLIPS,

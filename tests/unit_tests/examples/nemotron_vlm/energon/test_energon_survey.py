@@ -21,12 +21,12 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.data.rows import COUNTED, Packing, Rows
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
-from examples.mimo.nemotron_vlm.encoders.names import IMAGES
-from examples.mimo.nemotron_vlm.encoders.patch_grids import PatchGrids
 from examples.mimo.nemotron_vlm.energon.__main__ import main
 from examples.mimo.nemotron_vlm.energon.advice import advise
 from examples.mimo.nemotron_vlm.energon.images import Resizing
 from examples.mimo.nemotron_vlm.energon.survey import MEDIA, Survey, make_survey
+from examples.mimo.nemotron_vlm.model.names import IMAGES
+from examples.mimo.nemotron_vlm.model.patch_grids import PatchGrids
 from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.nemotron_vlm.planner.inputs import plan_of
 from tests.e2e.launch import LIMIT_S, forked, wait_until

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 import examples.mimo.nemotron_vlm.energon as package
-from examples.mimo.nemotron_vlm.encoders.names import IMAGES
 from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn
+from examples.mimo.nemotron_vlm.model.names import IMAGES
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     make_webdataset,
     source,

@@ -9,8 +9,15 @@ import torch
 
 from examples.mimo.nemotron_vlm.data.sample import DigitTask, SampleSource, Text
 from examples.mimo.nemotron_vlm.data.whole_images import WholeImages
-from examples.mimo.nemotron_vlm.encoders.names import BOS, EOS, FIRST_DIGIT, IMAGE, IMAGES, READ
-from examples.mimo.nemotron_vlm.encoders.sound import HOP, SAMPLING_RATE, SHORTEST
+from examples.mimo.nemotron_vlm.model.encoders.sound import HOP, SAMPLING_RATE, SHORTEST
+from examples.mimo.nemotron_vlm.model.names import (
+    BOS,
+    EOS,
+    FIRST_DIGIT,
+    IMAGE,
+    IMAGES,
+    READ,
+)
 from examples.mimo.nemotron_vlm.model.presets import tiny_omni
 
 STEP = 32

@@ -25,8 +25,6 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from examples.mimo.nemotron_vlm.data.reading import Reader
-from examples.mimo.nemotron_vlm.encoders.sound import SoundEncoder
-from examples.mimo.nemotron_vlm.encoders.stage import EncoderStage
 from examples.mimo.nemotron_vlm.loop import forward_step, metrics
 from examples.mimo.nemotron_vlm.loop import run as program
 from examples.mimo.nemotron_vlm.loop.forward_step import (
@@ -39,6 +37,8 @@ from examples.mimo.nemotron_vlm.loop.metrics import MetricsWriter, observed, rea
 from examples.mimo.nemotron_vlm.loop.outputs import Log
 from examples.mimo.nemotron_vlm.loop.run import train
 from examples.mimo.nemotron_vlm.loop.terminal import beginning, ending
+from examples.mimo.nemotron_vlm.model.encoders.sound import SoundEncoder
+from examples.mimo.nemotron_vlm.model.encoders.stage import EncoderStage
 from examples.mimo.pretrain_nemotron_vlm import ALONE
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.schedule.replaced import replaced

@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Layout
-from examples.mimo.nemotron_vlm.encoders import Encoder, sound
-from examples.mimo.nemotron_vlm.encoders.names import IMAGES
-from examples.mimo.nemotron_vlm.encoders.radio import RadioOfAnySize
+from examples.mimo.nemotron_vlm.model.encoders import Encoder, sound
+from examples.mimo.nemotron_vlm.model.encoders.radio import RadioOfAnySize
+from examples.mimo.nemotron_vlm.model.names import IMAGES
 from examples.mimo.nemotron_vlm.model.presets import find_preset, tiny, write_preset
 from examples.mimo.nemotron_vlm.options.run import Run
 from megatron.core.utils import unwrap_model

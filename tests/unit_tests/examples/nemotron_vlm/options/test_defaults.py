@@ -10,7 +10,7 @@ import torch
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.options import derived
 from examples.mimo.nemotron_vlm.options.run import Run
-from tests.unit_tests.examples.nemotron_vlm.options.test_rules import (
+from tests.unit_tests.examples.nemotron_vlm.options.test_run_rules import (
     ENGINE,
     FP8,
     GRAPHS,

@@ -4,7 +4,7 @@
 
 import pytest
 
-from examples.mimo.nemotron_vlm.encoders.stage import EncoderStage
+from examples.mimo.nemotron_vlm.model.encoders.stage import EncoderStage
 from megatron.core.rerun_state_machine import RerunDataIterator
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import FLAT, OVERLAP, PIPELINE, Row
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import check

@@ -5,9 +5,9 @@
 import pytest
 import torch
 
-from examples.mimo.nemotron_vlm.encoders.names import IMAGES
 from examples.mimo.nemotron_vlm.loop import builder
 from examples.mimo.nemotron_vlm.loop.forward_step import LOSS
+from examples.mimo.nemotron_vlm.model.names import IMAGES
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.colocated_schedule import colocated_forward_backward_with_pp

@@ -5,8 +5,8 @@
 Both have the same parameters, by the same names.
 """
 
-from examples.mimo.nemotron_vlm.encoders.radio.any_size import RadioOfAnySize
-from examples.mimo.nemotron_vlm.encoders.radio.entry import Radio
-from examples.mimo.nemotron_vlm.encoders.radio.tiles import pixel_shuffle
+from examples.mimo.nemotron_vlm.model.encoders.radio.any_size import RadioOfAnySize
+from examples.mimo.nemotron_vlm.model.encoders.radio.entry import Radio
+from examples.mimo.nemotron_vlm.model.encoders.radio.tiles import pixel_shuffle
 
 __all__ = ["Radio", "RadioOfAnySize", "pixel_shuffle"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from examples.mimo.nemotron_vlm.encoders.hugging_face import Files, Part, Table, TensorRows
+from examples.mimo.nemotron_vlm.model.encoders.hugging_face import Files, Part, Table, TensorRows
 from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs
 from megatron.core.activations import squared_relu
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules

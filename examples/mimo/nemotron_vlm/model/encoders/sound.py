@@ -25,22 +25,27 @@ from torch.nn.utils.rnn import pad_sequence
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Layout
-from examples.mimo.nemotron_vlm.encoders.entry import Configs, Encoder
-from examples.mimo.nemotron_vlm.encoders.hugging_face import (
+from examples.mimo.nemotron_vlm.model.encoders.entry import Configs, Encoder
+from examples.mimo.nemotron_vlm.model.encoders.hugging_face import (
     Files,
     Part,
     Table,
     TensorRows,
     check_values,
 )
-from examples.mimo.nemotron_vlm.encoders.names import SOUND
-from examples.mimo.nemotron_vlm.encoders.sound_lengths import HOP, SAMPLING_RATE, SHORTEST, rows_of
-from examples.mimo.nemotron_vlm.encoders.stage import (
+from examples.mimo.nemotron_vlm.model.encoders.stage import (
     ProjectorPart,
     projector_config,
     stage_spec,
 )
 from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs
+from examples.mimo.nemotron_vlm.model.names import SOUND
+from examples.mimo.nemotron_vlm.model.sound_lengths import (
+    HOP,
+    SAMPLING_RATE,
+    SHORTEST,
+    rows_of,
+)
 from megatron.core.models.mimo.forward.flops import mlp_flops
 from megatron.core.models.mimo.setup.initialization import Draw, filled, normal
 from megatron.core.process_groups_config import ProcessGroupCollection

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from einops import rearrange
 
-from examples.mimo.nemotron_vlm.encoders.patch_grids import packed_size, resized
+from examples.mimo.nemotron_vlm.model.patch_grids import packed_size, resized
 
 
 def sampled_frames(

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 if TYPE_CHECKING:
     from examples.mimo.common.layout import Layout
-    from examples.mimo.nemotron_vlm.encoders.hugging_face import Part
+    from examples.mimo.nemotron_vlm.model.encoders.hugging_face import Part
     from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs
 
 Configs = dict[str, TransformerConfig]

@@ -11,13 +11,17 @@ import torch
 import torch.nn.functional as F
 
 from examples.mimo.common.layout import Layout
-from examples.mimo.nemotron_vlm.encoders.entry import Configs, Encoder
-from examples.mimo.nemotron_vlm.encoders.hugging_face import Part
-from examples.mimo.nemotron_vlm.encoders.names import IMAGE, IMAGES
-from examples.mimo.nemotron_vlm.encoders.radio.tiles import RADIOEncoderWrapper
-from examples.mimo.nemotron_vlm.encoders.radio.weights import RadioPart
-from examples.mimo.nemotron_vlm.encoders.stage import ProjectorPart, projector_config, stage_spec
+from examples.mimo.nemotron_vlm.model.encoders.entry import Configs, Encoder
+from examples.mimo.nemotron_vlm.model.encoders.hugging_face import Part
+from examples.mimo.nemotron_vlm.model.encoders.radio.tiles import RADIOEncoderWrapper
+from examples.mimo.nemotron_vlm.model.encoders.radio.weights import RadioPart
+from examples.mimo.nemotron_vlm.model.encoders.stage import (
+    ProjectorPart,
+    projector_config,
+    stage_spec,
+)
 from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs
+from examples.mimo.nemotron_vlm.model.names import IMAGE, IMAGES
 from megatron.core.models.mimo.forward.flops import mlp_flops, vit_flops
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec

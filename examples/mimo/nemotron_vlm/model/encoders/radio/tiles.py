@@ -18,7 +18,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 if TYPE_CHECKING:
-    from examples.mimo.nemotron_vlm.encoders.radio.entry import Radio
+    from examples.mimo.nemotron_vlm.model.encoders.radio.entry import Radio
 
 
 def pixel_shuffle(features: torch.Tensor, rows: int, factor: int) -> torch.Tensor:

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from einops import rearrange
 
-from examples.mimo.nemotron_vlm.encoders.clip_grids import ClipGrids
-from examples.mimo.nemotron_vlm.encoders.patch_grids import PatchGrids, grids_of, tubelets_of
-from examples.mimo.nemotron_vlm.encoders.radio.entry import Radio
-from examples.mimo.nemotron_vlm.encoders.radio.tiles import RADIOEncoderWrapper, normalize
+from examples.mimo.nemotron_vlm.model.clip_grids import ClipGrids
+from examples.mimo.nemotron_vlm.model.encoders.radio.entry import Radio
+from examples.mimo.nemotron_vlm.model.encoders.radio.tiles import RADIOEncoderWrapper, normalize
+from examples.mimo.nemotron_vlm.model.patch_grids import PatchGrids, grids_of, tubelets_of
 from megatron.core.models.vision.radio import RADIOViTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.token_layout import PaddedLengths

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.encoders.hugging_face import (
+from examples.mimo.nemotron_vlm.model.encoders.hugging_face import (
     Files,
     Part,
     Table,
@@ -21,7 +21,7 @@ from examples.mimo.nemotron_vlm.encoders.hugging_face import (
 )
 
 if TYPE_CHECKING:
-    from examples.mimo.nemotron_vlm.encoders.radio.entry import Radio
+    from examples.mimo.nemotron_vlm.model.encoders.radio.entry import Radio
 
 EMBEDDER = "model.patch_generator.embedder.weight"
 """Name of the embedder's weight, after a file's common prefix, mostly ``radio_model.``."""
