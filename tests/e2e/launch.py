@@ -21,7 +21,7 @@ from tests.agent import run_ranks
 REPOSITORY = Path(__file__).resolve().parents[2]
 CHECKOUT = REPOSITORY / "build" / ("next" if os.environ.get("NEXT") else "Megatron-LM")
 
-LIMIT_S = 150
+LIMIT_S = 900
 """Time limit of all ranks."""
 
 

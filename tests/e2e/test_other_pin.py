@@ -17,7 +17,7 @@ RELEASE, NEXT = (REPOSITORY / "build" / name for name in ("Megatron-LM", "next")
 ARGUMENTS = ("--train-iters", "4", "--save-interval", "2", "--seed", "1", "--encoder", "dp=2")
 ARGUMENTS += ("--language", "tp=2", "--global-batch-size", "8", "--micro-batch-size", "4")
 
-LIMIT_S = 120
+LIMIT_S = 900
 
 
 @pytest.mark.skipif(not (NEXT / "megatron").is_dir(), reason="build/next is not there")

@@ -89,9 +89,9 @@ def test_signalled_it_passes_the_signal_on_and_is_requeued_with_what_was_saved(
         (job.run / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("12")
     (job.directory / "going").touch()
     process = job.start(job.run, code=code)
-    wait_until(lambda: "srun" in job.calls, 10)
+    wait_until(lambda: "srun" in job.calls, 300)
     process.send_signal(signal.SIGUSR1)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == ends_with, output
     assert says in output
     requeued = ["scontrol requeue 7"] if ends_with == 0 else []
@@ -105,7 +105,7 @@ def test_a_failed_run_is_requeued_until_it_has_failed_too_often_without_a_new_ch
 
     def ends_with(restarts: int, **limit: str) -> int:
         process = job.start(job.run, code=5, SLURM_RESTART_COUNT=str(restarts), **limit)
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=300)
         wanted = "the job is requeued" if process.returncode == 0 else "the job is not requeued"
         assert "failed with 5, " in output and wanted in output
         return process.returncode

@@ -91,7 +91,7 @@ class TestStep:
             time.sleep(1)  # they read on
             os.kill(rank, signal.SIGKILL)
             os.waitpid(rank, 0)
-            _, left = psutil.wait_procs(loading, timeout=10)
+            _, left = psutil.wait_procs(loading, timeout=300)
             for process in left:
                 process.kill()
         assert len(loading) == 2 and not left

@@ -81,7 +81,7 @@ def _started(tmp_path, line, **environment):
         capture_output=True,
         text=True,
         env=kept | {"PYTHONPATH": str(tmp_path)} | environment,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -114,7 +114,7 @@ def test_cpu_ranks_leave_installed_gpu_kernels_alone(tmp_path):
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": path},
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
 
