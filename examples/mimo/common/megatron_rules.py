@@ -237,7 +237,9 @@ IN_OTHERS = [
     if_set("--log-straggler", "its detector times parts of pretrain_nemotron_vlm.py's steps alone"),
     Rule(
         "--mtp-num-layers",
-        lambda r: r.args.mtp_num_layers or Symbols.MTP_SEPARATOR in r.args.hybrid_layer_pattern,
+        lambda r: (
+            r.args.mtp_num_layers or Symbols.MTP_SEPARATOR in (r.args.hybrid_layer_pattern or "")
+        ),
         "only pretrain_nemotron_vlm.py has shown its loss to be the same in every layout",
     ),
 ]

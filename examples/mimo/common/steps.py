@@ -61,7 +61,7 @@ def growing_batch(args: Namespace) -> StepBatchsizeNumMicroBatchesCalculator:
     text = args.step_batch_size_schedule
     try:
         return StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, text, args.seq_length)
-    except (ValueError, AssertionError) as error:
+    except (ValueError, AssertionError, ArithmeticError) as error:
         raise UserError(
             f"--step-batch-size-schedule {text}: {error}; give TOKENS:SIZE TOKENS:SIZE …"
         ) from error

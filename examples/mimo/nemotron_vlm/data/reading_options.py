@@ -72,3 +72,25 @@ def preset_of(args: argparse.Namespace) -> VLMPreset:
         return preset
     limits = args.dynamic_resolution_min_patches, args.dynamic_resolution_max_patches
     return preset.with_images_of_any_size(*limits, args.video_target_num_patches)
+
+
+def media_violation(args: argparse.Namespace, preset: VLMPreset) -> str | None:
+    """Return what is wrong with the sizes of whole images and frames, or None."""
+    images, option = preset.images, "--dynamic-resolution"
+    limits = args.dynamic_resolution_min_patches, args.dynamic_resolution_max_patches
+    clips = args.video_target_num_patches, args.video_frames, args.video_fps
+    if not args.dynamic_resolution and limits != (None, None):
+        return f"{option}-min-patches and -max-patches need {option}"
+    if clips != (None, None, None) and not (args.dynamic_resolution and images.tubelet > 1):
+        return f"--video-… options need {option} and a --model with video"
+    if args.video_fps is not None and not args.video_fps > 0:
+        return f"--video-fps must be above 0, not {args.video_fps}"
+    least = images.pixel_shuffle**2
+    if args.dynamic_resolution and images.clip_patches < least:
+        return f"--video-target-num-patches must be {least} or more, not {images.clip_patches}"
+    if args.dynamic_resolution and not least <= images.min_patches <= images.max_patches:
+        return (
+            f"{option}-min-patches {images.min_patches} must be from {least} "
+            f"to {option}-max-patches, {images.max_patches}"
+        )
+    return None

@@ -15,7 +15,11 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import option_of
 from examples.mimo.common.option_group import add_options
 from examples.mimo.nemotron_vlm.data import PREPARATION, make_encoder
-from examples.mimo.nemotron_vlm.data.reading_options import ReadingOptions, preset_of
+from examples.mimo.nemotron_vlm.data.reading_options import (
+    ReadingOptions,
+    media_violation,
+    preset_of,
+)
 from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.energon.advice import advise
 from examples.mimo.nemotron_vlm.energon.chat_template import MODES
@@ -47,7 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Survey the splits; return the exit code, 2 if a split cannot be surveyed."""
     try:
         given = _parse(arguments)
-        encoder = make_encoder(given, preset_of(given))
+        preset = preset_of(given)
+        if broken := media_violation(given, preset):
+            raise UserError(broken)
+        encoder = make_encoder(given, preset)
         for split in PARTS:
             try:
                 _, datasets, part = open_split(given.path, split)

@@ -134,33 +134,35 @@ class ChatTemplate:
     ) -> range:
         """Return the characters of the answer at a place of a conversation.
 
-        It begins after the prompt that asks for it, and ends as it would without what follows. A
-        stand-in for it shows its neighbours, since histories lose their reasoning.
+        Up to its end, the text may be that of the conversation up to there. Where what follows
+        changes it, as histories lose their reasoning, a stand-in shows the answer's neighbours.
         """
         before, after = messages[:place], messages[place + 1 :]
 
-        def around(*more: Message) -> tuple[str, str]:
-            """Return the text before and after the stand-in; nothing if it is not there."""
-            with suppress(BadConversation):
-                lead, found, rest = self.render([*before, *more], arguments)[0].rpartition(_ANSWER)
-                return (lead, rest) if found else ("", "")
-            return "", ""
+        def tried(*more: Message) -> str:
+            try:
+                return self.render([*before, *more], arguments)[0]
+            except BadConversation:
+                return ""
 
         prompts: list[str] = []
         with suppress(BadConversation):  # such as that of a conversation without turns
             prompts.extend(self.prompts(before, arguments))
         prompts += [prompt.rstrip() for prompt in prompts]  # "<think>" without its new line
+        whole = tried(messages[place]).rstrip()
         start = next((len(prompt) for prompt in prompts if text.startswith(prompt)), None)
+        if start is not None and whole and text.startswith(whole):
+            return range(start, len(whole))
         for probe in _probes(messages[place]):
-            (alone, end), (lead, rest) = around(probe), around(probe, *after)
+            alone, is_there, end = tried(probe).rpartition(_ANSWER)
+            lead, is_here, rest = tried(probe, *after).rpartition(_ANSWER)
             produced = [alone[len(p) :] for p in prompts if alone.startswith(p)]
             first = next((len(lead) - len(p) for p in produced if lead.endswith(p)), None)
             if first is None and probe.get("content") == _ANSWER:
                 first = len(lead.rstrip(" "))
             first, end = first if start is None else start, end.rstrip()
-            is_found = alone and lead and first is not None and rest.startswith(end)
-            begins = start is not None or text.startswith(lead[:first])
-            if is_found and begins and text.endswith(rest):
+            is_found = is_there and is_here and first is not None and rest.startswith(end)
+            if is_found and text.startswith(lead[:first]) and text.endswith(rest):
                 return range(first, len(text) - len(rest) + len(end))
         number = sum(each["role"] == "assistant" for each in messages[: place + 1])
         raise BadConversation(f"the chat template changes answer {number} beyond recognition")

@@ -49,6 +49,7 @@ from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.nemotron_vlm.options.value_rules import saves_into
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.bridge.encoders_to_language import encoders_to_language
+from megatron.core.models.mimo.forward.flops import StepWork, note_work
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.setup.module_groups import (
     ModuleGroups,
@@ -106,14 +107,18 @@ def run(argv: list[str]) -> None:
     with output_to(sys.stdout if "--help" in argv else io.StringIO()) as early:
         line = read(argv)
         asked = line.args
-        if asked.dry_run or asked.plan or asked.language == PLANNED:
+        if asked.device == "cuda" and not line.only_asks and not torch.cuda.is_available():
+            raise UserError(
+                "--device cuda: PyTorch finds no GPU here; --device cpu trains without one"
+            )
+        if line.only_asks or asked.language == PLANNED:
             # PyTorch's fake process groups come with its test tools, which are slow to import.
             from examples.mimo.nemotron_vlm.loop.dry_run import dry_run, plan, planned
 
-            if asked.language == PLANNED and not asked.plan:
+            if asked.language == PLANNED and "--plan" not in line.given:
                 line = planned(line, asked.dry_run or int(os.environ["WORLD_SIZE"]))
-            if asked.dry_run or asked.plan:
-                print(plan(line) if asked.plan else dry_run(line), file=sys.__stdout__)
+            if line.only_asks:
+                print(plan(line) if asked.plan > 0 else dry_run(line), file=sys.__stdout__)
                 return
         chosen = Run.of(line)
         sys.argv[1:] = line.words  # Megatron's own readers see the files' options too
@@ -155,11 +160,9 @@ def _check_machine(chosen: Run) -> None:
     """Check that this machine has what the options need.
 
     Raises:
-        UserError: a GPU or a library is missing, or a kernel is wrong here.
+        UserError: a library is missing, or a kernel is wrong here.
     """
     args, images = chosen.args, chosen.preset.images
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: PyTorch finds no GPU here; --device cpu trains without one")
     if args.transformer_impl != "local" and find_spec("transformer_engine") is None:
         raise UserError(
             f"--transformer-impl {args.transformer_impl}: Transformer Engine is not installed; "
@@ -275,6 +278,7 @@ def close_session(session: Session) -> None:
     unset_global_variables()
     destroy_rerun_state_machine()
     MTPLossLoggingHelper.tracker.clear()  # has groups
+    note_work(StepWork(0.0))
 
 
 def _print_outcome(session: Session, last: Sequence[Record], log: Path | None) -> None:

@@ -40,6 +40,11 @@ class CommandLine:
         """Names of the options that the line has."""
         return frozenset(word.partition("=")[0] for word in self.words)
 
+    @property
+    def only_asks(self) -> bool:
+        """Whether the line asks about a run, and starts none."""
+        return not self.given.isdisjoint({"--dry-run", "--plan"})
+
 
 def read(argv: Sequence[str], preset: VLMPreset | None = None) -> CommandLine:
     """Read a command line and its files.
@@ -100,10 +105,10 @@ def set_defaults(parser: argparse.ArgumentParser, values: Mapping[str, object]) 
 @contextmanager
 def one_line() -> Iterator[None]:
     """Raise the errors of Megatron's checks as `UserError`s of one line."""
-    kinds = AssertionError, ValueError, RuntimeError, TypeError, KeyError, ImportError, OSError
+    kinds = AssertionError, ValueError, RuntimeError, TypeError, LookupError, ImportError, OSError
     try:
         yield
-    except (*kinds, ArithmeticError) as error:
+    except (*kinds, ArithmeticError, AttributeError) as error:
         reason = " ".join(str(error).split())
         if isinstance(error, KeyError):
             reason = f"{reason} is none of the values that its option takes; see --help-all"

@@ -30,12 +30,18 @@ def _is_unaligned(run: Any) -> bool:
         return False
     heads, groups = args.mamba_num_heads, args.mamba_num_groups
     row = heads + 2 * heads * args.mamba_head_dim + 2 * groups * args.mamba_state_dim
-    return row // language.tp % 8 != 0
+    return row // max(1, language.tp) % 8 != 0
 
 
 def _depths(run: Any) -> int:
-    """Return the number of later tokens that multi-token prediction predicts."""
-    return parse_hybrid_pattern(run.asked.hybrid_layer_pattern).mtp_num_depths
+    """Return the number of later tokens that multi-token prediction predicts.
+
+    A pattern that cannot be read has none: Megatron's own checks refuse it.
+    """
+    try:
+        return parse_hybrid_pattern(run.asked.hybrid_layer_pattern).mtp_num_depths
+    except ValueError:
+        return 0
 
 
 def _in_8_bits(run: Any) -> bool:

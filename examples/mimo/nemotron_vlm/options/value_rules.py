@@ -8,6 +8,7 @@ from typing import Any
 
 from examples.mimo.common.layout import SIZES, option_of
 from examples.mimo.common.rules import Rule
+from examples.mimo.nemotron_vlm.data.reading_options import media_violation
 
 AT_LEAST_1 = """micro_batch_size global_batch_size seq_length encoder_macro_batch sample_multiple
     pack_window train_iters eval_interval save_interval log_interval max_tiles video_frames
@@ -86,26 +87,11 @@ def _warmup_violation(run: Any) -> str | None:
     return None
 
 
-def _clip_violation(run: Any) -> str | None:
-    """Return what is wrong with the sizes of whole images and frames, or None."""
-    args, images, option = run.asked, run.preset.images, "--dynamic-resolution"
-    limits = args.dynamic_resolution_min_patches, args.dynamic_resolution_max_patches
-    clips = args.video_target_num_patches, args.video_frames, args.video_fps
-    if not args.dynamic_resolution and limits != (None, None):
-        return f"{option}-min-patches and -max-patches need {option}"
-    if clips != (None, None, None) and not (args.dynamic_resolution and images.tubelet > 1):
-        return f"--video-… options need {option} and a --model with video"
-    if args.video_fps is not None and not args.video_fps > 0:
-        return f"--video-fps must be above 0, not {args.video_fps}"
-    least = images.pixel_shuffle**2
-    if args.dynamic_resolution and images.clip_patches < least:
-        return f"--video-target-num-patches must be {least} or more, not {images.clip_patches}"
-    if args.dynamic_resolution and not least <= images.min_patches <= images.max_patches:
-        return (
-            f"{option}-min-patches {images.min_patches} must be from {least} "
-            f"to {option}-max-patches, {images.max_patches}"
-        )
-    return None
+def _asking_violation(run: Any) -> str | None:
+    numbers = run.asked.dry_run, run.asked.plan
+    if not run.line.only_asks or (sorted(numbers)[0] == 0 and max(numbers) > 0):
+        return None
+    return "--plan N and --dry-run RANKS take 1 or more, and not both together"
 
 
 def _needs(title: str, is_broken, text: str, example: str) -> Rule:
@@ -114,13 +100,12 @@ def _needs(title: str, is_broken, text: str, example: str) -> Rule:
 
 
 OF_VALUES = [
-    _needs(
-        "--plan",
-        lambda a: min(a.dry_run, a.plan) < 0 or (a.dry_run and a.plan),
-        "--plan N and --dry-run RANKS take 1 or more, and not both together",
-        "--plan 4 --dry-run 4",
+    Rule("--plan", _asking_violation, example="--plan 4 --dry-run 4"),
+    Rule(
+        "--dynamic-resolution",
+        lambda r: media_violation(r.asked, r.preset),
+        example="--model tiny --video-frames 3",
     ),
-    Rule("--dynamic-resolution", _clip_violation, example="--model tiny --video-frames 3"),
     _needs(
         "--report",
         lambda a: a.report and not a.metrics_out,

@@ -12,6 +12,7 @@ the rows depend on the seed, the number of ranks and the rules alone.
 import contextlib
 import io
 import itertools
+import os
 import random
 import shlex
 import sys
@@ -141,5 +142,6 @@ def _triples(values: dict) -> set[frozenset]:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's checks ask for it
     for row in rows(*map(int, sys.argv[1:])):
         print(f"{row.ranks} ranks: {shlex.join(row.commands[0])}")
