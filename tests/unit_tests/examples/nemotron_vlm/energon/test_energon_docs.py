@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""docs/user/your-own-data.md, word for word, on a small folder of images."""
+"""The pages of docs/user on data of your own, word for word, on small folders of media."""
 
 import json
 import os
@@ -26,7 +26,8 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
 from tests.unit_tests.examples.nemotron_vlm.energon.media_files import sound
 
 REPOSITORY = Path(__file__).resolve().parents[5]
-DOCUMENT = (REPOSITORY / "docs" / "user" / "your-own-data.md").read_text()
+PAGES = [REPOSITORY / "docs/user" / f"{name}.md" for name in ("your-own-data", "video-and-sound")]
+DOCUMENT = "\n".join(page.read_text() for page in PAGES)
 
 
 def block(kind: str, containing: str) -> str:
