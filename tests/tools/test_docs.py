@@ -38,7 +38,7 @@ REVIEWER = REPOSITORY / "docs/reviewer"
 OVERVIEWS = ("index", "architecture", "planner", "silent-errors")
 CAPABILITIES = [p for p in REVIEWER.glob("*.md") if p.stem not in OVERVIEWS]
 
-TROUBLES = REPOSITORY / "docs/user/troubleshooting.md"
+TROUBLES = sorted(REPOSITORY.glob("docs/user/troubleshooting*.md"))
 TORCH = Path(find_spec("torch").origin).parent
 FROM_ELSEWHERE = {
     "received by PID": TORCH / "distributed/elastic/multiprocessing/errors/__init__.py",
@@ -141,7 +141,8 @@ def test_tables_are_of_the_measured_runs(monkeypatch):
 
 
 def test_the_messages_of_troubleshooting_are_in_the_code():
-    listed = re.findall(r"^\| `([^`]+)` \|", TROUBLES.read_text(), re.MULTILINE)
+    told = "".join(page.read_text() for page in TROUBLES)
+    listed = re.findall(r"^\| `([^`]+)` \|", told, re.MULTILINE)
     code, ours = templates(), [message for message in listed if message not in FROM_ELSEWHERE]
     assert len(ours) > 50 and len(listed) - len(ours) == len(FROM_ELSEWHERE)
     assert [message for message in ours if plain(message) not in code] == []

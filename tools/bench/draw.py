@@ -4,8 +4,8 @@
 
     python tools/bench/draw.py
 
-It reads docs/benchmarks/*.json and makes anew the table of docs/user/benchmarks.md, the headline
-table of README.md, and docs/images/benchmarks.png.
+It reads docs/benchmarks/*.json and makes anew the tables of docs/user/benchmarks.md and README.md,
+and docs/images/benchmarks.png.
 """
 
 import json
@@ -30,10 +30,11 @@ WAITS = list(PARTS)[:3]
 REST = ["ratio", "GiB", *WAITS]
 HEAD = f"| row | run | {' | '.join([*SPEED, *REST])} |\n|---|---|"
 HEAD += "---:|" * len([*SPEED, *REST])
-"""Head of the table in Markdown."""
+"""Head of the table that vlm.py prints, in Markdown."""
 
 HEADLINE = {
     ("real", "dp=2"): "packed conversations, images of any size, clips and sounds, dp=2",
+    ("real", "language frozen"): "the same, language model frozen",
     ("fp8", "bf16"): "tiles of one size, encoder 79 % of the work, CUDA graphs",
     ("fp8", "both, delayed, experts in bf16"): "the same in FP8",
     ("two-gpus-graphs", "two"): "the same in bf16, both modules dp=2",
@@ -45,7 +46,7 @@ HEADLINE = {
     ("upstream-768", "this program"): "images of 768×768, both modules dp=2, CUDA graphs",
     ("upstream-768", "upstream's, 4 samples"): "the same, upstream's script, a GPU for each module",
 }
-"""Runs of the headline table, by row and name, and their words."""
+"""Runs of the pages' tables, by row and name, and their words."""
 
 
 def main() -> None:
@@ -68,9 +69,12 @@ def tables(rows: list[dict]) -> dict[str, str]:
     """Return the table of each page, in Markdown."""
     runs = {(row["row"], run["name"]): run for row in rows for run in row["runs"]}
     headline = [f"| run | {' | '.join(SPEED)} |", "|---|" + "---:|" * len(SPEED)]
-    headline += [_joined(words, *_speed(runs[key])) for key, words in HEADLINE.items()]
-    whole = [HEAD, *(line(row, run) for row in rows for run in row["runs"])]
-    return {"README.md": "\n".join(headline), "docs/user/benchmarks.md": "\n".join(whole)}
+    page = [f"{headline[0]} GiB | row |", f"{headline[1]}---:|---|"]
+    for key, words in HEADLINE.items():
+        run, figures = runs[key], f"[`{key[0]}`](../benchmarks/{key[0]}.json)"
+        headline.append(_joined(words, *_speed(run)))
+        page.append(_joined(words, *_speed(run), _memory(run), figures))
+    return {"README.md": "\n".join(headline), "docs/user/benchmarks.md": "\n".join(page)}
 
 
 def with_table(text: str, table: str) -> str:
@@ -90,12 +94,10 @@ def line(row: dict, run: dict) -> str:
     """Return a run's line; its ratio is of tokens/s a GPU to the first run of the row."""
     first = row["runs"][0]
     ratio = run["tokens_per_s_per_gpu"] / first["tokens_per_s_per_gpu"]
-    peak_gib = run["peak_memory_gib"]
     title = row["title"] if run is first else ""
-    memory = "–" if peak_gib is None else f"{peak_gib:.0f}"
     parts = (shares(run)[name] for name in WAITS)
     waits = ("–" if share is None else _percent(share) for share in parts)
-    return _joined(title, run["name"], *_speed(run), f"{ratio:.2f}", memory, *waits)
+    return _joined(title, run["name"], *_speed(run), f"{ratio:.2f}", _memory(run), *waits)
 
 
 def _speed(run: dict) -> list[str]:
@@ -106,6 +108,11 @@ def _speed(run: dict) -> list[str]:
         f"{run['tflops_per_gpu']:.0f}",
         _percent(run["tflops_per_gpu"] / PEAK),
     ]
+
+
+def _memory(run: dict) -> str:
+    peak_gib = run["peak_memory_gib"]
+    return "–" if peak_gib is None else f"{peak_gib:.0f}"
 
 
 def _percent(share: float) -> str:
