@@ -209,7 +209,7 @@ class TestRefusals:
         self.assert_refused(saved, "hidden_size 64 → 32", wider)
         images = replace(tiny().images, projector_ffn=64)
         other = replace(tiny(), name="other", encoders=(images,))
-        self.assert_refused(saved, "input_projections", other)
+        self.assert_refused(saved, "another model was saved there (images.projector_ffn", other)
 
     def test_a_manifest_of_what_a_rank_cannot_read_is_not_written(self, saved, monkeypatch):
         (saved / "iter_0000001" / "integrity.json").unlink(missing_ok=True)
