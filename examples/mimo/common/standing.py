@@ -21,7 +21,7 @@ SIGNALLED = 128
 
 @dataclass
 class Standing:
-    """Where a run saves, how a command goes on from there, and whether it left as it was asked."""
+    """A run's place of checkpoints, the way to go on from there, and whether it left as asked."""
 
     save: str | None = None
     goes_on: str = ""

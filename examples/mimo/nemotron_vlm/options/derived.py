@@ -78,9 +78,20 @@ def batch_sizes(args: Namespace) -> list[int]:
 def encoder_attention(args: Namespace) -> str:
     """Return the kernel of the images' attention: flash-attn-4 where it was measured."""
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    can_flash = args.device == "cuda" and args.dynamic_resolution and (args.bf16 or args.fp16)
-    can_flash = can_flash and args.transformer_impl != "local" and not args.deterministic_mode
-    return "flash4" if on_hopper and can_flash and is_installed() else "te"
+    return "flash4" if on_hopper and not lacking_for_flash(args) else "te"
+
+
+def lacking_for_flash(args: Namespace) -> str | None:
+    """Return the first thing that flash-attn-4 needs and the options lack, or None."""
+    needs = {
+        "--device cuda": args.device == "cuda",
+        "--dynamic-resolution": args.dynamic_resolution,
+        "--bf16 or --fp16": args.bf16 or args.fp16,
+        "layers of Transformer Engine": args.transformer_impl != "local",
+        "a run without --deterministic-mode": not args.deterministic_mode,
+        "flash-attn-4, which is not installed": is_installed(),
+    }
+    return next((need for need, is_met in needs.items() if not is_met), None)
 
 
 def set_macro_batch(args: Namespace, layouts: Layouts) -> None:

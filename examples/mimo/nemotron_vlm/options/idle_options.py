@@ -19,7 +19,7 @@ UNREAD = r"""--(en|de)coder-num-layers|--onnx-safe|--relative-attention-.*|--ber
     --muon-.*|--lion-.*|--.*fsdp.*|--(outer-dp|data-parallel)-sharding-strategy|
     --no-gradient-reduce-div-fusion|--suggested-communication-unit-size|
     --keep-fp8-transpose-cache|--enable-full-sharding-in-hsdp|--openai-gelu"""
-"""Other options that do nothing here: no code reads them, or it belongs to a refused option."""
+"""Patterns of more options that no code reads, or that only refused options need."""
 
 
 def idle_options(parser: ArgumentParser) -> dict[str, str]:

@@ -10,13 +10,12 @@ from examples.mimo.common.layout_rules import main_layers
 from examples.mimo.common.megatron_rules import OF_MEGATRON
 from examples.mimo.common.refused_options import FAMILIES
 from examples.mimo.common.rules import ON_ENGINE, Rule, not_local, with_graphs
-from examples.mimo.nemotron_vlm.options.derived import graphs_overlap
+from examples.mimo.nemotron_vlm.options.derived import graphs_overlap, lacking_for_flash
 from examples.mimo.nemotron_vlm.options.fp8_rules import OF_FP8
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
 from examples.mimo.nemotron_vlm.options.own_options import THREE_PHASES
 from examples.mimo.nemotron_vlm.options.value_rules import OF_VALUES
 from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
-from megatron.core.transformer.padded_flash_attention import is_installed
 
 OWN_GROUP = "Megatron would recompute these layers in a TP group of its own, which is not made"
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
@@ -220,19 +219,8 @@ def _macro_batch_violation(run: Any) -> str | None:
 
 
 def _flash_violation(run: Any) -> str | None:
-    args = run.args
-    if args.encoder_attention != "flash4":
-        return None
-    needs = {
-        "--device cuda": args.device == "cuda",
-        "--dynamic-resolution": args.dynamic_resolution,
-        "--bf16 or --fp16": args.bf16 or args.fp16,
-        "layers of Transformer Engine": args.transformer_impl != "local",
-        "a run without --deterministic-mode": not args.deterministic_mode,
-        "flash-attn-4, which is not installed": is_installed(),
-    }
-    lacking = next((need for need, is_met in needs.items() if not is_met), None)
-    return lacking and f"--encoder-attention flash4 needs {lacking}; te does not"
+    lacking = run.args.encoder_attention == "flash4" and lacking_for_flash(run.args)
+    return f"--encoder-attention flash4 needs {lacking}; te does not" if lacking else None
 
 
 def _evaluation_violation(run: Any) -> str | None:

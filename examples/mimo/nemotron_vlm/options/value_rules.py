@@ -89,7 +89,7 @@ def _warmup_violation(run: Any) -> str | None:
 
 def _asking_violation(run: Any) -> str | None:
     numbers = run.asked.dry_run, run.asked.plan
-    if not run.line.only_asks or (sorted(numbers)[0] == 0 and max(numbers) > 0):
+    if not run.line.only_asks or (min(numbers) == 0 and max(numbers) > 0):
         return None
     return "--plan N and --dry-run RANKS take 1 or more, and not both together"
 

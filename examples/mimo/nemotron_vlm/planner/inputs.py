@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner reads of the command line, and the inputs of the rows of tokens.
+"""The planner reads the command line here, and the inputs of the rows of tokens.
 
 The inputs are those of the first rows that training would read, by the survey's sizes. Where the
 shards are not there, rows are full of images, as mock samples are.

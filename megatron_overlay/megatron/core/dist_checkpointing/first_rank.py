@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
 RAISED = Exception, CheckpointException, SystemExit  # PyTorch's is no `Exception`
-"""What a function may raise. An interrupt is not caught, because it reaches all ranks."""
+"""Errors that a function may raise. An interrupt is not caught, because it reaches all ranks."""
 
 
 def on_first_rank(function: Callable) -> Callable:
