@@ -22,6 +22,7 @@ CHECKPOINT = "torch.distributed.checkpoint"
 
 ALLOWED = {
     "collections": "OrderedDict",
+    "pathlib": "PosixPath",
     "torch": "Size",
     "torch.serialization": "_get_layout",
     f"{CHECKPOINT}.filesystem": "_StorageInfo _StoragePrefix",
