@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drift's report on another upstream: patches, overlay files, and the names that we use."""
 
+import sys
+
 import pytest
 
 import mini
 from mini import REPLACED, SCRIPT, UPSTREAM, A, B, numbered, snapshot, write_tree
-from overlay import names
 from overlay.names import Version, compare
 
 MODULE, OURS, NEW = "megatron/core/m.py", "megatron/core/ours.py", mini.MODULE
@@ -37,12 +38,12 @@ GONE, CALL = "gone: megatron.core.m", "signature: megatron.core.m"
 
 
 @pytest.fixture
-def findings(tmp_path):
+def findings():
     def findings(ours: str, new: dict[str, str | None], old: dict[str, str] | None = None):
         before, versions = {MODULE: PIN, "megatron/core/n.py": ""} | (old or {}), []
-        for name, files in (("old", before), ("new", before | new)):
-            present = {path: text for path, text in files.items() if text is not None}
-            versions.append(Version(write_tree(tmp_path / f"{name}{len(new)}", present)))
+        for files in (before, before | new):
+            present = {path: text.encode() for path, text in files.items() if text is not None}
+            versions.append(Version(present))
         found = compare({OURS: ours.encode()}, *versions)
         return sorted(f"{kind}: {name} {detail}".strip() for kind, name, detail in found)
 
@@ -173,7 +174,8 @@ def test_an_applied_tree_no_tree_and_a_missing_griffe_are_refused(world, monkeyp
     assert world.run("drift", world.checkout).code == 4
     assert world.run("drift", world.root).code == 3
     world.apply("--revert")
-    monkeypatch.setattr(names, "griffe", None)
+    for name, module in {"griffe": None, "overlay.drift": None}.items():
+        monkeypatch.setitem(sys.modules, name, module)
     result = world.run("drift", world.checkout)
     assert (result.code, len(result.errors)) == (1, 1)
     assert "no griffe: run make setup" in result.errors[0]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from command_line import Parser
-from overlay import drift, rules
+from overlay import rules
 from overlay.apply import run as apply
 from overlay.checkout import Checkout
 from overlay.errors import FAILED, OverlayError
@@ -70,7 +70,12 @@ def _run(options: argparse.Namespace) -> int:
     elif options.command == "refresh":
         lines = refresh(PatchSet(root), checkout, options.into, options.pin, options.check)
     elif options.command == "drift":
-        lines, code = drift.drift(PatchSet(root), checkout)
+        try:
+            from overlay.drift import drift
+        except ImportError:
+            what = "no griffe: run make setup, or pip install griffelib"
+            raise OverlayError(FAILED, what) from None
+        lines, code = drift(PatchSet(root), checkout)
     else:
         lines = apply(PatchSet(root), checkout, options.how)
     print("\n".join(lines))

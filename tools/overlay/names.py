@@ -6,8 +6,8 @@ griffe reads both versions from their syntax, and follows re-exports and base cl
 """
 
 import ast
+import contextlib
 import functools
-import gc
 import inspect
 import logging
 import textwrap
@@ -17,50 +17,91 @@ from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 
-from overlay.errors import FAILED, OverlayError
-from overlay.source import Use, module_name, prefixes, uses
+import griffe
 
-try:
-    import griffe
-except ImportError:
-    griffe = None
+from overlay.git import Files
+from overlay.source import Use, module_name, prefixes, uses
 
 DEFAULT = type("Default", (), {"__repr__": lambda self: "…"})()
 Finding = tuple[str, str, str]  # kind, upstream's name, detail
 
 
-class Version:
-    """The names of a Megatron-LM tree at ``root``."""
+class _Modules(griffe.ModulesCollection):
+    """Modules, each read from its file when a name first asks for it."""
 
-    def __init__(self, root: Path):
-        if griffe is None:
-            raise OverlayError(FAILED, "no griffe: run make setup, or pip install griffelib")
-        logging.getLogger("griffe").setLevel(logging.CRITICAL)
-        loader = griffe.GriffeLoader(search_paths=[root], allow_inspection=False)
-        gc.disable()  # a third of the time, for objects that live to the end
+    def __init__(self, files: Files):
+        super().__init__()
+        self._files, self._asked = files, set()
+        self._folders = {folder.as_posix() for path in files for folder in Path(path).parents}
+        self._loader = griffe.GriffeLoader(modules_collection=self)
+
+    def get_member(self, key: str):
+        """Return griffe's object of a full name, but no inherited one.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for name in sorted(prefixes(key) - self._asked):
+            self._asked.add(name)
+            self._read(name, name.replace(".", "/"))
+        return super().get_member(key)
+
+    def _read(self, name: str, folder: str) -> None:
+        path = f"{folder}/__init__.py" if folder in self._folders else f"{folder}.py"
+        if folder not in self._folders and path not in self._files:
+            return
+        above, _, last = name.rpartition(".")
+        parent, lines = super().get_member(above) if above else None, self._loader.lines_collection
+        text = self._files.get(path, b"").decode()
+        lines[Path(path)] = text.splitlines()
+        how = {"parent": parent, "lines_collection": lines, "modules_collection": self}
         with warnings.catch_warnings(action="ignore"):  # Python's, about upstream's texts
-            self._tree = loader.load("megatron", try_relative_path=False)
-        loader.expand_wildcards(self._tree, external=False)
-        gc.freeze()
-        gc.enable()
-        self.find, self.signature = functools.cache(self.find), functools.cache(self.signature)
-        self.body = functools.cache(self.body)
+            module = griffe.visit(last, Path(path), text, **how)
+        (parent or self).set_member(last, module)
+        for member in [one for one in module.members.values() if one.is_alias and one.wildcard]:
+            with contextlib.suppress(KeyError):  # before griffe goes over the members
+                self.get_member(member.wildcard)
+        self._loader.expand_wildcards(module, external=False)
+
+
+class Version:
+    """The names of a Megatron-LM tree, of its files by path."""
+
+    def __init__(self, files: Files):
+        logging.getLogger("griffe").setLevel(logging.CRITICAL)
+        self._modules = _Modules(files)
+        self._add_init = functools.cache(griffe.DataclassesExtension().on_package)
+        for method in (self.find, self.members, self.signature, self.body):
+            setattr(self, method.__name__, functools.cache(method))
 
     def find(self, name: str):
         """Return griffe's object of a full name; None if there is none.
 
         A name that upstream imports from another package is the import itself.
         """
-        found = self._tree
+        found = self._modules.get_member("megatron")
         for part in name.split(".")[1:]:
             try:
-                found = found.members.get(part) or found[part]
+                if found.is_class:
+                    found = self.members(found)[part]
+                else:
+                    found = self._modules.get_member(f"{found.path}.{part}")
                 found = found.final_target if found.is_alias else found
+                if found.is_class:
+                    self._add_init(pkg=found)
             except KeyError:
                 return None
             except griffe.AliasResolutionError as error:
                 return None if error.alias.target_path.startswith("megatron.") else found
         return found
+
+    def members(self, owner) -> dict:
+        """Return the members of a class by name, with those that it inherits."""
+        try:
+            above = owner.mro()
+        except ValueError:  # no order is consistent
+            above = []
+        return {name: one for each in [*above[::-1], owner] for name, one in each.members.items()}
 
     def signature(self, name: str) -> inspect.Signature | None:
         """Return the signature of a function or of a class's constructor, without the object that
@@ -120,9 +161,10 @@ def _members(used: set[str], ours: set[str], pin: Version) -> dict[str, set[str]
     found = defaultdict(set)
     for module in map(pin.find, names - ours):
         is_module = module is not None and not module.is_alias and module.is_module
-        for owner in module.classes.values() if is_module else ():
-            for name, member in {} if owner.is_alias else owner.all_members.items():
-                found[name].add(member.path)
+        for owner in list(module.members.values()) if is_module else ():
+            if not owner.is_alias and owner.is_class:
+                for name in pin.members(owner):
+                    found[name].add(f"{owner.path}.{name}")
     return found
 
 
@@ -137,7 +179,7 @@ def _check(name: str, use: Use, pin: Version, other: Version) -> Iterator[Findin
     ours = use.replaces or isinstance(use.node, ast.FunctionDef)
     if ours and not use.name.startswith(".") and pin.body(name) != other.body(name):
         yield "body", label, "changed upstream, and overridden or replaced by ours"
-    if was is None or now is None or str(was) == str(now):
+    if was is None or now is None or was == now:
         return
     if ours:
         if not (use.name.startswith(".") or _takes_all(use.node)):

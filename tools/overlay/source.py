@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.util import resolve_name
 
 _DOTTED = re.compile(r"megatron(\.\w+)+")
+_IMPORT = (ast.Import, ast.ImportFrom)
 _SETTERS = ("setattr", "delattr", "object", "Replacement")  # called with owner, name; mock's object
 
 
@@ -47,15 +48,17 @@ def uses(source: str | bytes, path: str) -> list[Use]:
 
 def _uses(source: str | bytes, path: str) -> Iterator[Use]:
     package = path.rpartition("/")[0].replace("/", ".")
-    nodes = [node for node in ast.walk(ast.parse(source)) if hasattr(node, "lineno")]
-    names = {name: full for node in nodes for name, full in imported(node, package)}
+    nodes = list(ast.walk(ast.parse(source)))
+    imports = {node: dict(imported(node, package)) for node in nodes if isinstance(node, _IMPORT)}
+    names = {name: full for each in imports.values() for name, full in each.items()}
     for node in nodes:
-        line, stored = node.lineno, isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))
-        for _, full in imported(node, package):
-            yield Use(line, full.removesuffix(".*"))
-        if isinstance(node, ast.Attribute):
-            yield Use(line, _dotted(node, names) or f".{node.attr}", replaces=stored)
-        elif isinstance(node, ast.Subscript) and stored:
+        line = getattr(node, "lineno", 0)
+        if node in imports:
+            yield from (Use(line, full.removesuffix(".*")) for full in imports[node].values())
+        elif isinstance(node, ast.Attribute):
+            name = _dotted(node, names) or f".{node.attr}"
+            yield Use(line, name, replaces=not isinstance(node.ctx, ast.Load))
+        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             yield Use(line, _dotted(node.value, names), replaces=True)
         elif isinstance(node, ast.Constant) and _DOTTED.fullmatch(str(node.value)):
             yield Use(line, node.value)
