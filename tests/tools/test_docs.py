@@ -68,8 +68,8 @@ def test_the_site_has_no_dead_link_or_anchor(tmp_path):
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # about mkdocs-material's own future
     done = subprocess.run(command, cwd=REPOSITORY, env=quiet, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    page = (tmp_path / "source/tests/slurm/rows_on_nodes.py.html").read_text()
-    assert "KILL_AFTER_S" in page
+    page = (tmp_path / "source/tests/tools/test_slurm_train.py.html").read_text()
+    assert "SLURM_SUBMIT_DIR" in page
 
 
 def test_paths_in_the_text_are_there():

@@ -168,23 +168,5 @@ ON_GPUS = {
         (*ENGINE, "--fp16", *CALM, "--initial-loss-scale", "1024", "--hysteresis", "1")
     ),
 }
-NANO = (*ENGINE, "--bf16", "--model", "nano-vl-30b-a3b", "--data", "mock")
-NANO += ("--seq-length", "4096", "--distributed-timeout-minutes", "8")
-SMALL = ("--num-layers", "8", "--num-experts", "16", "--vocab-size", "32768")
-PUBLISHED = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 
-at_scale = partial(Model, samples=16, packed=True, steps=4, tolerance=5e-2)
-"""In bf16 another layout rounds differently: losses have three digits, gradient norms two."""
-
-AT_SCALE = {
-    "nano": at_scale((*NANO, *SMALL, "--hybrid-layer-pattern", "MEMEM*EM")),
-    "nano-gdn": at_scale(
-        (*NANO, *SMALL, "--model", "nano-vl-30b-a3b-gdn", "--hybrid-layer-pattern", "GEGEG*EG")
-    ),
-    "published": at_scale(
-        (*NANO, *FULL, "--num-layers", "52", "--hybrid-layer-pattern", PUBLISHED)
-    ),
-}
-"""The published widths: few layers and experts let one GPU hold the model."""
-
-MODELS |= ON_GPUS | AT_SCALE
+MODELS |= ON_GPUS

@@ -1,9 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rows for GPUs, with the kernels that production runs: small models on one and two GPUs, and the
-published widths on four or eight.
+"""Rows of `make test-gpu`: small models on one and two GPUs, with the kernels that production runs.
 
-See rows.py. `make test-gpu` runs the former, batches of Slurm jobs run all.
+See rows.py.
 """
 
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
@@ -107,27 +106,3 @@ AHEAD = [
 ]
 """Rows on two GPUs with several connections to each, where the host runs ahead of the device.
 Neither module has TP or CP, for which Megatron asks for a single connection."""
-
-COMPARED_WITH = {"published": Row(8, "published", "dp=8", "dp=8,ep=8")}
-"""Runs that other rows of a model must equal, for models that one GPU cannot hold."""
-
-AT_SCALE = [
-    Row(8, "nano", "tp=2,dp=4", "cp=2,pp=2,dp=2,ep=2"),
-    Row(4, "nano", "dp=4", "tp=2,cp=2"),
-    Row(8, "nano", "tp=2,dp=4", "tp=2,dp=2,cp=2"),
-    Row(4, "nano", "tp=2,dp=2", "dp=2,cp=2"),
-    Row(8, "nano", "tp=4,dp=2", "dp=4,cp=2"),
-    Row(4, "nano", "dp=4", "pp=2,dp=2"),
-    Row(4, "nano", "dp=4", "pp=4"),
-    Row(4, "nano", "tp=2,dp=2", "cp=2,pp=2,ep=2"),
-    Row(4, "nano", "dp=4", "dp=4,ep=4"),
-    Row(8, "nano", "dp=8", "dp=8,ep=8"),
-    Row(4, "nano", "dp=4", "cp=4"),
-    Row(8, "nano", "dp=8", "cp=8"),
-    Row(4, "nano", "dp=2", "pp=2", (*APART, "--micro-batch-size", "2")),
-    Row(8, "nano", "dp=4", "pp=4", (*APART, "--micro-batch-size", "4")),
-    Row(4, "nano", "tp=2,dp=2", "tp=2,ep=2", then=(("dp=4", "cp=2,pp=2", ()),)),
-    Row(8, "nano-gdn", "dp=8", "cp=8"),
-    Row(4, "nano-gdn", "dp=4", "cp=4"),
-    Row(8, "published", "dp=8", "pp=2,dp=4,ep=4", ("--recompute-encoder", "1")),
-]
