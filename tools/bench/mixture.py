@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Samples like those that people fine-tune on: photos, screens, pages, clips, sounds and text.
+"""Shards of samples like those that people fine-tune on: photos, screens, pages, clips and sounds.
 
 What a picture shows does not matter to speed: it is a smooth field of random colours. Its size
 matters, and the lengths of the conversation's turns, which have a long tail.
@@ -8,14 +8,28 @@ matters, and the lengths of the conversation's turns, which have a long tail.
 
 import io
 import json
+import os
+import subprocess
+import sys
 import wave
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import product
+from pathlib import Path
 from string import ascii_lowercase
 
 import numpy as np
+import webdataset
 from PIL import Image
 
-from omni_tasks import image_bytes
+DATA_TOOLS = Path(__file__).resolve().parents[1] / "data"
+sys.path.insert(0, str(DATA_TOOLS))
+
+from make_webdataset import OMNI, prepare, write_tokenizer  # noqa: E402
+from omni_tasks import image_bytes  # noqa: E402
+
+SHARDS = 16
+"""Shards of the training part, which processes write and survey at the same time."""
 
 VOCABULARY = tuple(map("".join, product(ascii_lowercase, repeat=2)))
 """Words, each of which is a token."""
@@ -38,6 +52,40 @@ RATE = 16000
 
 SAMPLES = {"text": 0.15, "image": 0.62, "images": 0.15, "clip": 0.04, "sound": 0.04}
 """Shares of the kinds of samples; several images are two or three."""
+
+
+def make(path: Path, samples: int, arguments: list[str]) -> list[str]:
+    """Write shards, prepared for energon and surveyed, with a tokenizer.
+
+    Args:
+        path: a new directory.
+        arguments: the program's, of which the last --model decides the sizes of images.
+
+    Returns:
+        The program's arguments for these data.
+    """
+    path.mkdir(parents=True)
+    counts = {f"train-{n:04d}.tar": -(-samples // SHARDS) for n in range(SHARDS)}
+    counts["val-0000.tar"] = max(8, samples // 50)
+    workers = min(SHARDS, os.cpu_count())
+    with ProcessPoolExecutor(workers) as pool:
+        list(pool.map(partial(_write, path), counts, counts.values(), range(len(counts))))
+    prepare(path, list(counts))
+    tokenizer = str(path / "tokenizer")
+    write_tokenizer(Path(tokenizer), OMNI, VOCABULARY)
+    model = arguments[len(arguments) - arguments[::-1].index("--model")]
+    survey = [sys.executable, str(DATA_TOOLS / "survey.py"), str(path), "--model", model]
+    survey += ["--dynamic-resolution", "--tokenizer-model", tokenizer]
+    subprocess.run([*survey, "--workers", str(workers // 2)], check=True)
+    return ["--data", f"energon:{path}", "--tokenizer-model", tokenizer]
+
+
+def _write(path: Path, name: str, count: int, seed: int) -> None:
+    """Write a shard of ``count`` samples."""
+    draw = np.random.default_rng(seed)
+    with webdataset.TarWriter(str(path / name), mtime=0) as tar:
+        for number in range(count):
+            tar.write({"__key__": f"{name[:-4]}-{number:06d}", **sample(draw)})
 
 
 def sample(draw: np.random.Generator) -> dict[str, bytes]:

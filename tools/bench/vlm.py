@@ -1,17 +1,15 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Train the VLM in several layouts in one go, and report how well each uses its GPUs.
+"""Measure how well the training program uses its GPUs in the runs of a row of vlm.toml.
 
-A row of vlm.toml names the runs. A run is the training program itself, or upstream's script that it
-is compared with: three steps that do not count and ten that do. The program has two more under
-PyTorch's profiler, whose trace gives the shares of the first GPU's time; idle is the rest of an
-unprofiled step after the computing kernels and the exposed communication, with its waits for data.
-Times are medians; tokens are those of whole rows, text and images; TFLOP/s are Megatron's count for
-all modules, without recompute.
+A run is the program itself, or upstream's script that it is compared with: three steps that do not
+count and ten that do. Times are medians; tokens are those of whole rows, text and images; TFLOP/s
+are Megatron's count for all modules, without recompute.
 
 Usage, in the checkout's environment (PYTHONPATH):
-    python tools/bench/vlm.py two-gpus --json two-gpus.json
+    python tools/bench/vlm.py real --json docs/benchmarks/real.json
     python tools/bench/vlm.py macro-batches --device cpu -- --seq-length 64
+    python tools/bench/vlm.py tables          # of docs/benchmarks/*.json, into the pages
 Options after -- are passed to the program in every run.
 """
 
@@ -27,67 +25,64 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
-import draw
+import tables
 from machine import machine
-from trace_shares import RANGES, read
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = "examples/mimo/pretrain_nemotron_vlm.py"
 ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
-WARM_UP, MEASURED, PROFILED = 3, 10, 2
+WARM_UP, MEASURED = 3, 10
 """Steps of a run, in this order."""
 
 
 def main(arguments: list[str]) -> int:
-    """Carry out the runs of a row, print a table and write the JSON."""
+    """Carry out the runs of a row, print a table and write the JSON; or write the pages' tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("row", choices=ROWS["row"])
+    parser.add_argument("row", choices=[*ROWS["row"], "tables"])
     parser.add_argument("--device", choices=ROWS["device"], default="cuda")
-    parser.add_argument("--only", metavar="RUN", action="append", help="of the row; by default all")
+    parser.add_argument("--only", metavar="RUN", action="append", help="beside the row's first")
     parser.add_argument("--json", type=Path, help="where to write a line per run")
     place = arguments.index("--") if "--" in arguments else len(arguments)
     own, more = parser.parse_args(arguments[:place]), arguments[place + 1 :]
-    row, runs = ROWS["row"][own.row], runs_of(own.row)
+    if own.row == "tables":
+        tables.write()
+        return 0
+    row = ROWS["row"][own.row]
     common = shlex.split(f"{ROWS['device'][own.device]['arguments']} {row.get('arguments', '')}")
-    found = {"row": own.row, "title": row["title"], "machine": machine(), "runs": []}
-    print(draw.HEAD, flush=True)
+    head = {"row": own.row, "title": row["title"], "machine": machine()}
+    print(tables.head(tables.PRINTED), flush=True)
+    found = []
     with tempfile.TemporaryDirectory() as directory:
-        for kind in {"pictures", "mixture"} & row.keys():
-            from pictures import make  # needs the extra energon
+        if "mixture" in row:
+            from mixture import make  # needs the extra energon
 
-            common += make(Path(directory) / kind, kind, row[kind], [*common, *more])
+            common += make(Path(directory) / "mixture", row["mixture"], [*common, *more])
         if "tile" in row:
             common += ["--model", _with_tile(row["tile"], Path(directory))]
-        for name, run in runs.items():
-            if own.only and name not in own.only:
+        for name, run in runs_of(row).items():
+            if own.only and name not in own.only and found:
                 continue
-            arguments = shlex.split(run.get("arguments", ""))
+            arguments = shlex.split(run["arguments"])
             if "script" in run:
-                if not found["runs"]:
-                    first = next(iter(runs))
-                    parser.error(f"{name!r} is compared with this program: add --only {first!r}")
                 arguments += ["--img-h", str(row["tile"]), "--img-w", str(row["tile"]), *more]
-                figures = measured_upstream(run, arguments, found["runs"][0])
+                figures = measured_upstream(run, arguments, found[0])
             else:
                 figures = measured(run["ranks"], [*common, *arguments, *more])
-            found["runs"].append({"name": name, **figures})
-            print(draw.line(found, found["runs"][-1]), flush=True)
+            found.append({"name": name, **figures})
+            print(tables.line(found[-1], found[0]), flush=True)
             if own.json:
-                head = json.dumps({key: value for key, value in found.items() if key != "runs"})
-                lines = ",\n".join(map(json.dumps, found["runs"]))
-                own.json.write_text(f'{head[:-1]}, "runs": [\n{lines}\n]}}\n')
+                lines = ",\n".join(map(json.dumps, found))
+                own.json.write_text(f'{json.dumps(head)[:-1]}, "runs": [\n{lines}\n]}}\n')
     return 0
 
 
-def runs_of(row: str) -> dict[str, dict]:
+def runs_of(row: dict) -> dict[str, dict]:
     """Return a row's runs by name; the arguments of a run follow those of the run `like` it."""
-    runs = ROWS["row"][row]["runs"]
-    runs = ROWS["shared"][runs] if isinstance(runs, str) else runs
     found = {}
-    for name, run in runs.items():
-        base = runs.get(run.get("like"), {})
-        words = f"{base.get('arguments', '')} {run.get('arguments', '')}"
+    for name, run in row["runs"].items():
+        base = found.get(run.get("like"), {"arguments": ""})
+        words = f"{base['arguments']} {run.get('arguments', '')}"
         found[name] = {**base, **run, "arguments": words}
     return found
 
@@ -99,31 +94,19 @@ def torchrun(ranks: int) -> list[str]:
 
 
 def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
-    """Carry out one run and return its figures; those of the profiler are None without GPUs."""
-    last = WARM_UP + MEASURED
+    """Carry out one run and return its figures."""
     with tempfile.TemporaryDirectory() as directory:
-        out = Path(directory)
-        rest = ["--train-iters", str(last + PROFILED), "--metrics-out", str(out / "metrics.jsonl")]
-        rest += ["--seed", "1", "--tensorboard-dir", str(out / "tensorboard")]
-        rest += ["--profile", "--use-pytorch-profiler", "--profile-ranks", "0"]
-        rest += ["--profile-step-start", str(last), "--profile-step-end", str(last + PROFILED)]
-        given = [word.replace("{out}", directory) for word in arguments]
-        command = [*torchrun(ranks), PROGRAM, *given, *rest]
+        metrics = Path(directory, "metrics.jsonl")
+        rest = ["--train-iters", str(WARM_UP + MEASURED), "--metrics-out", str(metrics)]
+        command = [*torchrun(ranks), PROGRAM, *arguments, *rest, "--seed", "1"]
         checkout = os.environ.get("CHECKOUT", ROOT / "build" / "Megatron-LM")
         subprocess.run(command, check=True, cwd=checkout)
-        records = list(map(json.loads, (out / "metrics.jsonl").read_text().splitlines()))
-        trace = read(out / "torch_profile" / "rank-0.json.gz")
-        saved = sizes_of_saves(out / "saved")
+        records = list(map(json.loads, metrics.read_text().splitlines()))
     if skipped := sum(record["skipped"] for record in records):
         raise SystemExit(f"{skipped} of {len(records)} steps were skipped: bad gradients")
-    counted = records[WARM_UP:last]
+    counted = records[WARM_UP:]
     seconds = statistics.median(record["step_time_s"] for record in counted)
     waited = sum(record["data_wait_s"] for record in counted)
-    idle = None
-    if trace:  # the profiler slows down launches, but not kernels
-        busy = (1 - trace["idle"]) * trace["total"] / 1e6 / PROFILED
-        idle = max(0.0, 1 - busy / seconds)
-    paused = sum(record["pause_s"] for record in records)
     return {
         "ranks": ranks,
         "arguments": shlex.join(arguments),
@@ -134,25 +117,11 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
         "tflops_per_gpu": statistics.median(record["tflops"] for record in counted),
         "peak_memory_gib": records[-1]["memory_gib"] or None,
         "data_wait": waited / sum(record["step_time_s"] for record in counted),
-        "idle": idle,
-        # An asynchronous save holds steps up as it begins, and as it is made known. After the last
-        # save there is no step.
-        "save_gb": saved[0] if saved else None,
-        "pause_s_per_gb": paused / sum(saved[:-1]) if saved[1:] else None,
-        **{name: trace.get(name) for name in (*RANGES, "exposed", "kernels", "gaps")},
     }
 
 
-def sizes_of_saves(directory: Path) -> list[float]:
-    """Return the GB of each of a run's checkpoints."""
-    return [
-        sum(file.stat().st_size for file in checkpoint.iterdir()) / 1e9
-        for checkpoint in sorted(directory.glob("iter_*"))
-    ]
-
-
 def measured_upstream(run: dict, arguments: list[str], ours: dict) -> dict[str, object]:
-    """Carry out a run of upstream's script and return its figures, without a profile.
+    """Carry out a run of upstream's script and return its figures.
 
     Args:
         run: `script` is the script's path in the git checkout that ``MEGATRON_GIT_CHECKOUT`` names.
@@ -171,7 +140,8 @@ def measured_upstream(run: dict, arguments: list[str], ours: dict) -> dict[str, 
         )
         files = Path(directory).glob("*.jsonl")
         steps = [list(map(json.loads, file.read_text().splitlines())) for file in files]
-    seconds = statistics.median(max(s) for s in zip(*map(_seconds, steps), strict=True))
+    counted = zip(*(rank[WARM_UP:] for rank in steps), strict=True)
+    seconds = statistics.median(max(rank["step_time_s"] for rank in step) for step in counted)
     losses = next(rank for rank in steps if rank[0]["losses"])
     scale = ours["step_s"] * ours["ranks"] / seconds / ranks
     return {
@@ -183,12 +153,8 @@ def measured_upstream(run: dict, arguments: list[str], ours: dict) -> dict[str, 
         "tokens_per_s_per_gpu": ours["tokens_per_s_per_gpu"] * scale,
         "tflops_per_gpu": ours["tflops_per_gpu"] * scale,
         "peak_memory_gib": max(rank[-1]["peak_memory_gib"] for rank in steps),
-        **dict.fromkeys(("data_wait", "idle", "exposed", *RANGES, "kernels", "gaps")),
+        "data_wait": None,
     }
-
-
-def _seconds(steps: list[dict]) -> list[float]:
-    return [step["step_time_s"] for step in steps[WARM_UP:]]
 
 
 def _with_tile(tile: int, directory: Path) -> str:
