@@ -1,8 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Folders import those before them alone, also within functions and for type checkers."""
+"""Folders import those before them alone, also within functions; the overlay, few packages."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,22 @@ def test_a_layer_imports_those_before_it(root: Path, package: str, layers: list[
         imported = {layer(each) for each in names} - {None}
         upward += [f"{name} → {to}" for to in imported if level[to] > level[own]]
     assert upward == []
+
+
+OF_UPSTREAM = {"megatron", "numpy", "packaging", "torch"}
+OF_KERNELS = {"causal_conv1d", "fla", "mamba_ssm", "triton"}
+"""Packages of kernels, imported only by modules that are used where these are installed."""
+
+
+def test_upstreams_scripts_need_no_package_that_they_did_not():
+    """They import the overlay's modules."""
+    files = sorted((REPOSITORY / "megatron_overlay").rglob("*.py"))
+    assert files
+    for path in files:
+        found = set()
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add(node.module.partition(".")[0])
+        assert found - sys.stdlib_module_names <= OF_UPSTREAM | OF_KERNELS, path

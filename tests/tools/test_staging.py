@@ -2,18 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staging: the features are whole, and a branch has them and leaves the checkout alone."""
 
+import ast
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
 import mini
 from mini import NEXT, REPOSITORY, UPSTREAM, Result, World, git, write_tree
 from overlay.patchset import PatchSet
-from overlay.source import module_name
+from overlay.source import imported, module_name
 from staging import __main__ as staging
 from staging.features import Features
-from test_import_circles import imports
 
 PATCHSET = PatchSet(REPOSITORY)
 FEATURES = Features(PATCHSET, PATCHSET.lock.next)
@@ -28,6 +29,16 @@ def test_every_file_and_patch_is_of_one_feature():
     staged = "".join(FEATURES.patch(name).decode() for name in FEATURES.by_name)
     series = b"".join(PATCHSET.series(PATCHSET.lock.next).values()).decode()
     assert staged.count("\n+++ b/") == series.count("\n+++ b/")
+
+
+def imports(path: Path, name: str, known: set[str]) -> set[str]:
+    """The modules of ``known`` that a file imports, anywhere in it."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    found = {full for node in nodes for _, full in imported(node, package)}
+    found |= {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
+    modules = {full if full in known else full.rpartition(".")[0] for full in found}
+    return modules & known
 
 
 def test_imports_lie_within_a_feature_and_what_it_needs():
