@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core import cpu_runtime
 from mini import NEXT, REPOSITORY, World
 from overlay.fetch import fetch
 from overlay.patchset import Lock
@@ -16,6 +15,8 @@ from overlay.patchset import Lock
 @pytest.fixture
 def large_world(monkeypatch) -> None:
     """Let grids of any size fit into the world, on a machine without a GPU."""
+    from megatron.core import cpu_runtime
+
     monkeypatch.setenv("WORLD_SIZE", "4096")
     cpu_runtime.install()
 

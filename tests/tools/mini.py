@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A miniature upstream in three versions, and a patch set: few files to test the tools on."""
+"""A miniature upstream in two versions, and a patch set: few files to test the tools on."""
 
 import contextlib
 import io
@@ -21,7 +21,7 @@ sys.path.insert(0, str(REPOSITORY / "tools"))
 from overlay.checkout import sha256  # noqa: E402
 from overlay.cli import main  # noqa: E402
 
-PIN, SECOND, LATER = "1.2.3", "1.2.4", "1.3.0"
+PIN, LATER = "1.2.3", "1.3.0"
 HEADER = "Description: a test\nFeature: testing\nUpstream-Status: pending\nDrop-When: never\n\n"
 STATE, SCRIPT = ".mimo-overlay", "examples/run_it.py"
 A, B, INFO = "megatron/core/a.py", "megatron/core/sub/b.py", "megatron/core/package_info.py"
@@ -47,8 +47,7 @@ UPSTREAM = {
     "README.md": "upstream\n",
 }
 CLONE = UPSTREAM | {SCRIPT: numbered("s")}
-# The second version moves the lines of a.py; the later one, a commit of main, has changed more.
-SECOND_UPSTREAM = UPSTREAM | {INFO: package_info(SECOND), A: "a_0\n" + numbered("a")}
+# A commit of main, which moves the lines of a.py and changes others.
 LATER_UPSTREAM = CLONE | {
     INFO: package_info(LATER),
     A: "a_0\n" + numbered("a", {10: "a_ten"}),
@@ -120,7 +119,6 @@ class World:
         (self.root / RUN).chmod(0o755)
         write_tree(self.checkout, CLONE)
         self.add_version(PIN, UPSTREAM)
-        self.add_version(SECOND, SECOND_UPSTREAM)
         self.add_version(LATER, LATER_UPSTREAM, commit="1" * 40)
         first = edit(A, "a_3", "A_three")
         hunk = first.partition("@@")[0] + "@@ -9,3 +9,4 @@\n a_9\n a_10\n+A_ten_and_a_half\n a_11\n"
@@ -188,15 +186,10 @@ class World:
         write_tree(core, {"replaced.py": "ours, later\n", "other/module.py": "other_module\n"})
         self.lock()
 
-    def as_tree(self, files: dict[str, str]) -> None:
-        """Make the checkout a tree with these files."""
+    def as_tree(self, files: dict[str, str], make: Callable = write_tree) -> None:
+        """Make the checkout a tree with these files, or a git tree by ``make_repository``."""
         shutil.rmtree(self.checkout)
-        write_tree(self.checkout, files)
-
-    def as_git(self, files: dict[str, str]) -> None:
-        """Make the checkout a git tree with these files."""
-        shutil.rmtree(self.checkout)
-        make_repository(self.checkout, files)
+        make(self.checkout, files)
 
 
 def make_repository(path: Path, files: dict[str, str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import mini
+import overlay.git
 from mini import MODULE, REPLACED, RUN, SCRIPT, A, B, numbered, snapshot, write_tree
 
 DIFFERS = "differs from the lock, as git diff shows: restore it or fetch anew"
@@ -32,10 +33,9 @@ def identities(root: Path) -> dict:
         (mini.CLONE, (), APPLIED | SCRIPT_APPLIED, []),
         (mini.CLONE, ("--link",), APPLIED | SCRIPT_APPLIED, []),
         (mini.UPSTREAM, (), APPLIED, [LEFT_OUT]),
-        (mini.SECOND_UPSTREAM, (), APPLIED | {A: "a_0\n" + A_APPLIED}, [LEFT_OUT]),
         (mini.LATER_UPSTREAM, (), LATER_APPLIED, []),
     ],
-    ids=["clone", "link", "sdist", "second", "later"],
+    ids=["clone", "link", "sdist", "later"],
 )
 def test_apply_changes_what_is_ours_and_revert_gives_every_byte_back(
     world, tree, flags, expected, notices
@@ -60,7 +60,7 @@ def test_apply_changes_what_is_ours_and_revert_gives_every_byte_back(
     assert world.apply("--revert").code == 0
     assert world.text("examples/mimo/note.txt") == "mine"
     shutil.rmtree(world.checkout / "examples/mimo")
-    if tree in (mini.UPSTREAM, mini.SECOND_UPSTREAM):
+    if tree == mini.UPSTREAM:
         (world.checkout / "examples").rmdir()
     assert snapshot(world.checkout) == original
 
@@ -111,7 +111,9 @@ def test_git_sees_no_private_folder_and_its_configuration_changes_nothing(world,
     config = "[core]\nautocrlf = true\n[diff]\nnoprefix = true\n[apply]\nwhitespace = error\n"
     files = {".gitconfig": config, ".config/git/attributes": "* -diff\n*.py text eol=crlf\n"}
     home = write_tree(world.base / "home", files)
-    world.as_git(mini.CLONE | {".gitattributes": "*.py -diff -merge\n"})
+    attributes = {".gitattributes": "*.py -diff -merge\n"}
+    world.as_tree(mini.CLONE | attributes, mini.make_repository)
+    overlay.git.apply.forget(), overlay.git.diff.forget()
     for name, value in {"HOME": home, "GIT_DIFF_OPTS": "-U0"}.items():
         monkeypatch.setenv(name, str(value))
     assert world.lock().out == ["patches and lock are up to date"]

@@ -147,7 +147,6 @@ LANDED = {B: UPSTREAM[B].replace("b_3", "B_three")}
         ({}, "0009-script.patch", "left out", 0),
         ({SCRIPT: "theirs\n"}, "0009-script.patch", "conflicts", 1),
         ({}, REPLACED, "unchanged", 0),
-        (mini.SECOND_UPSTREAM, "0001-first.patch", "applies", 0),
         (mini.LATER_UPSTREAM, "0002-second.patch", "applies", 0),  # the one of its own
         (CHANGED, "0001-first.patch", "applies", 1),
         (CHANGED, "0002-second.patch", "conflicts", 1),

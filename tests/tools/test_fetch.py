@@ -9,10 +9,10 @@ import subprocess
 import pytest
 
 import mini
-from mini import LATER, PIN, REPOSITORY, SECOND, UPSTREAM, git, snapshot
+from mini import LATER, PIN, REPOSITORY, UPSTREAM, git, snapshot
 
 
-@pytest.mark.parametrize("version", [PIN, SECOND, LATER])
+@pytest.mark.parametrize("version", [PIN, LATER])
 def test_the_cached_archive_becomes_the_checkout_without_a_network(world, version):
     target = world.base / "fetched"
     assert world.run("fetch", target, "--version", version).code == 0

@@ -95,7 +95,8 @@ PASSES = "from tests.unit_tests.helpers import x\ndef test_it(): assert x == 1\n
 @pytest.fixture
 def world(world: World, monkeypatch) -> World:
     shutil.rmtree(world.root / "patches/next")
-    world.as_git(UPSTREAM | {"tests/unit_tests/helpers.py": "upstream's\n"})
+    helpers = {"tests/unit_tests/helpers.py": "upstream's\n"}
+    world.as_tree(UPSTREAM | helpers, mini.make_repository)
     tests = {"helpers": "x = 1\n", "only_here": "", "test_first": PASSES}
     files = {f"tests/unit_tests/{name}.py": text for name, text in tests.items()}
     write_tree(world.root, files | {"tools/staging/features.toml": DATA})

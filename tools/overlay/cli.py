@@ -14,7 +14,7 @@ from overlay.checkout import Checkout
 from overlay.errors import FAILED, OverlayError
 from overlay.fetch import fetch
 from overlay.patchset import Lock, PatchSet
-from overlay.refresh import refresh
+from overlay.refresh import Refresh
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -23,7 +23,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="overlay", description=__doc__)
     parser.add_argument("--root", type=Path, default=REPOSITORY, help="repository of the patch set")
     commands = parser.add_subparsers(dest="command", required=True)
-
     one = commands.add_parser("apply", help="put the overlay onto a checkout")
     one.add_argument("checkout", type=Path, metavar="CHECKOUT")
     how = one.add_mutually_exclusive_group()
@@ -34,25 +33,19 @@ def _parser() -> argparse.ArgumentParser:
         ("--link", "symlink the overlay's files"),
     ):
         how.add_argument(flag, dest="how", action="store_const", const=flag[2:], help=text)
-
     one = commands.add_parser("fetch", help="fetch a locked upstream")
     one.add_argument("directory", type=Path, nargs="?", metavar="DIR")
     which = one.add_mutually_exclusive_group()
     which.add_argument("--version", metavar="V", help="another version of the lock than the pin")
     text = "the lock's commit of main, from a git directory that has it"
     which.add_argument("--next", type=Path, metavar="GITDIR", help=text)
-
     one = commands.add_parser("refresh", help="write patches and lock anew")
-    what = one.add_mutually_exclusive_group()
-    what.add_argument("checkout", type=Path, nargs="?", metavar="CHECKOUT", help="take its edits")
-    what.add_argument("--pin", metavar="V", help="carry the patches to this version of the lock")
+    one.add_argument("checkout", type=Path, nargs="?", metavar="CHECKOUT", help="take its edits")
     one.add_argument("--check", action="store_true", help="change nothing, fail if it would")
     text = "the patch that takes the edits of PATH; repeatable"
     one.add_argument("--into", metavar="NNNN:PATH", action="append", default=[], help=text)
-
     one = commands.add_parser("drift", help="what another Megatron-LM means for us")
     one.add_argument("checkout", type=Path, metavar="CHECKOUT")
-
     commands.add_parser("headers", help="check the headers and sizes of the patches")
     return parser
 
@@ -68,7 +61,7 @@ def _run(options: argparse.Namespace) -> int:
     elif options.command == "headers":
         lines = [rules.check(PatchSet(root))]
     elif options.command == "refresh":
-        lines = refresh(PatchSet(root), checkout, options.into, options.pin, options.check)
+        lines = Refresh(PatchSet(root), checkout).run(options.into, options.check)
     elif options.command == "drift":
         try:
             from overlay.drift import drift

@@ -82,25 +82,15 @@ class Journal:
         return self.states == states and not self.changes(goal)
 
     def move(self, goal: dict[str, Entry]) -> None:
-        """Make the paths of ``goal`` ours, and restore the originals of all others.
-
-        Raises:
-            OverlayError: the operating system refused a step; all changes are undone.
-        """
+        """Make the paths of ``goal`` ours, and restore the originals of all others."""
         before, old = self.originals, self.states
         targets = before | goal
-        now = {path: self.checkout.look(path) for path in targets}
         originals = {path: self.before(path) for path in goal}
         new = {path: [state(entry)] for path, entry in goal.items()}
         both = {path: [None, *old.get(path, []), *new.get(path, [])] for path in targets}
         self.write(before | originals, both)
-        try:
-            self._change(targets)
-        except OSError as error:
-            self._change(now)
-            self.write(before, old)
-            what = f"{error.filename2 or error.filename}: {error.strerror}"
-            raise OverlayError(FAILED, f"{what}: the checkout is as before") from None
+        for path, target in sorted(targets.items()):
+            self._change(path, target)
         self.write(originals, new)
 
     def write(self, originals: Entries, states: dict[str, list]) -> None:
@@ -117,25 +107,23 @@ class Journal:
         self._replace(self._folder / ".gitignore", Entry(b"*\n"))
         self._replace(self._file, Entry(json.dumps(table, indent=1).encode()))
 
-    def _change(self, targets: Entries) -> None:
-        """Give each path its target, and touch none that has it."""
-        for relative, target in sorted(targets.items()):
-            path = self.checkout.root / relative
-            if target is None:
-                path.unlink(missing_ok=True)
-                self._remove_empty_folders(path)
-            elif state(self.checkout.look(relative)) != state(target):
+    def _change(self, relative: str, target: Entry | None) -> None:
+        """Give a path its target, unless it has it; remove folders that become empty.
+
+        Bytecode caches count as empty.
+        """
+        path = self.checkout.root / relative
+        if target is not None:
+            if state(self.checkout.look(relative)) != state(target):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._replace(path, target)
-
-    def _remove_empty_folders(self, path: Path) -> None:
-        """Remove empty folders above a removed file of ours; bytecode caches count as empty."""
-        for folder in path.parents:
-            if folder.is_dir():
-                if any(entry.name != "__pycache__" for entry in folder.iterdir()):
-                    return
-                shutil.rmtree(folder / "__pycache__", ignore_errors=True)
-                folder.rmdir()
+            return
+        path.unlink(missing_ok=True)
+        for folder in (folder for folder in path.parents if folder.is_dir()):
+            if any(entry.name != "__pycache__" for entry in folder.iterdir()):
+                return
+            shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+            folder.rmdir()
 
     def _replace(self, path: Path, entry: Entry) -> None:
         """Write a file or a symlink atomically."""

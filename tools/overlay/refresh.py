@@ -19,30 +19,6 @@ from overlay.patchset import NEXT, PatchSet
 from overlay.series import Patched
 
 
-def refresh(
-    patchset: PatchSet,
-    checkout: Checkout | None = None,
-    into: Collection[str] = (),
-    pin: str | None = None,
-    only_check: bool = False,
-) -> list[str]:
-    """Bring patches and lock to their canonical form; return the lines to print.
-
-    Args:
-        checkout: its edits go into the patches that ``into`` names, or that own the files.
-        pin: the version to which the patches are carried.
-
-    Raises:
-        OverlayError: the patch set is inconsistent; or, with ``only_check``, not in canonical form.
-    """
-    one, lock = Refresh(patchset, checkout), patchset.lock
-    lines = one.take_edits(into) if checkout else one.move_pin(pin) if pin else []
-    lock.files = {version: one.table(version) for version in lock.versions}
-    lines += one.write(only_check)
-    one.adopt()
-    return lines
-
-
 class Refresh:
     """A run of refresh. It changes ``patchset`` in memory, and writes at its end."""
 
@@ -52,33 +28,47 @@ class Refresh:
         self.before = dict(patchset.texts)
         self.edited: list[Patched] = []
 
-    def _upstream(self, version: str) -> tuple[git.Files, series.Original]:
-        """Return the files of a version, and a function that also reads those of the checkout."""
+    def run(self, into: Collection[str], only_check: bool) -> list[str]:
+        """Bring patches and lock to their canonical form; return the lines to print.
+
+        The checkout's edits go into the patches that ``into`` names, or that own the files.
+
+        Raises:
+            OverlayError: the patch set is inconsistent; or, with ``only_check``, not canonical.
+        """
+        lines = self._take_edits(into) if self.checkout else []
+        self.lock.files = {version: self._table(version) for version in self.lock.versions}
+        lines += self._write(only_check)
+        self._adopt()
+        return lines
+
+    def _build(self, version: str) -> tuple[list[Patched], git.Files, series.Original]:
+        """Return a version's patches and files, and a function that also reads the checkout's."""
         tree = upstream(self.lock, version, self.patchset.root)
-        if tree is None:
-            raise OverlayError(FAILED, f"{version} is not in build/cache: fetch it with --next")
         is_of_main = self.journal and self.checkout.version == self.lock.next
         beside = self.journal.read if self.journal and not is_of_main else {}.get
-        return tree, lambda path: tree[path] if path in tree else beside(path)
 
-    def _build(self, version: str) -> list[Patched]:
+        def original(path: str) -> bytes | None:
+            return tree[path] if path in tree else beside(path)
+
         try:
-            return series.build(self.patchset.series(version), self._upstream(version)[1])
+            patched = series.build(self.patchset.series(version), original)
         except OverlayError as error:
             raise OverlayError(FAILED, f"on {version}: {error.lines[0]}") from None
+        return patched, tree, original
 
     def _keep(self, version: str, patched: list[Patched]) -> None:
         """Keep the canonical texts of the patches that are made for a version."""
         own = {self.lock.pin: "", self.lock.next: NEXT}.get(version, "no patch")
         self.patchset.texts |= {p.name: p.text() for p in patched if p.name.startswith(own)}
 
-    def take_edits(self, into: Collection[str]) -> list[str]:
-        """Put the edits of the checkout into patches, on the next version into its own."""
-        known, version, edits = self.journal.states, self.checkout.version, []
-        self.checkout.check_version([one for one in (self.lock.pin, self.lock.next) if one])
+    def _take_edits(self, into: Collection[str]) -> list[str]:
+        """Put the edits of a checkout of the pin into patches."""
+        known, edits = self.journal.states, []
+        self.checkout.check_version([self.lock.pin])
         if not known:
             return ["0 edited: nothing is applied"]
-        patched, (tree, original) = self._build(version), self._upstream(version)
+        patched, tree, original = self._build(self.lock.pin)
         applied = series.last_tree(patched)
         for path, data in applied.items():
             if path not in known or known[path][-1] != sha256(data):
@@ -90,34 +80,19 @@ class Refresh:
             before, now = applied.get(path, original(path)), self.checkout.read(path)
             if None not in (before, now) and before != now:
                 owner = _owner(patched, path, named.get(path))
-                series.carry(patched, patched.index(owner), path, before, now, original(path))
-                if version == self.lock.next:
-                    owner.name = NEXT + owner.name.removeprefix(NEXT)
+                owner.files[path] = owner.files.get(path, [before])[0], now
                 edits.append(path)
         self.edited = patched
-        self._keep(version, patched)
+        self._keep(self.lock.pin, patched)
         return [f"{len(edits)} edited", *edits]
 
-    def move_pin(self, pin: str) -> list[str]:
-        """Carry the patches to another version of the lock, which takes the pin's place."""
-        lock = self.lock
-        if pin not in lock.versions:
-            raise OverlayError(FAILED, f"the lock has no version {pin}: add it first")
-        ported = series.port(self._build(lock.pin), self._upstream(pin)[1], {})
-        if pin != lock.pin:
-            del lock.versions[lock.pin]
-            lock.files[pin] = lock.files.pop(lock.pin) | lock.files.get(pin, {})
-        lock.pin = pin
-        self._keep(pin, [one for one, _, _ in ported])
-        return [f"conflict: {path} with {one.name}" for one, _, paths in ported for path in paths]
-
-    def table(self, version: str) -> dict[str, list[str]]:
+    def _table(self, version: str) -> dict[str, list[str]]:
         """Return a version's table, and keep the patches that are made for it."""
         lock, overlay = self.lock, self.patchset.overlay
         old = lock.files.get(version, {})
         if version == lock.next and upstream(lock, version, self.patchset.root) is None:
             return old
-        patched, (tree, original) = self._build(version), self._upstream(version)
+        patched, tree, original = self._build(version)
         self._keep(version, patched)
         made = series.last_tree(patched)
         twice = sorted(made.keys() & overlay)
@@ -131,7 +106,7 @@ class Refresh:
             table[path] = known[path]
         return dict(sorted(table.items()))
 
-    def write(self, only_check: bool) -> list[str]:
+    def _write(self, only_check: bool) -> list[str]:
         folder, lock = self.patchset.folder, "upstream.toml"
         before = self.before | {lock: (folder / lock).read_bytes()}
         after = self.patchset.texts | {lock: self.lock.text().encode()}
@@ -140,32 +115,32 @@ class Refresh:
         git.write_files(folder, stale)
         return [f"wrote patches/{name}" for name in stale] or ["patches and lock are up to date"]
 
-    def adopt(self) -> None:
+    def _adopt(self) -> None:
         """Record in the journal that the files of the edited checkout are those of the new lock."""
         if not self.edited:
             return
-        before, last = series.originals(self.edited), series.last_tree(self.edited)
-        known, states, overlay = self.journal.originals, self.journal.states, self.patchset.overlay
-        originals = {path: one for path, one in known.items() if path in overlay}
-        for path in (path for path, data in before.items() if data != last[path]):
+        first = {p: sides[0] for one in reversed(self.edited) for p, sides in one.files.items()}
+        last, known, states = series.last_tree(self.edited), self.journal.originals, {}
+        originals = {path: one for path, one in known.items() if path in self.patchset.overlay}
+        for path in (path for path, data in first.items() if data != last[path]):
             now = self.checkout.look(path)
-            originals[path] = known.get(path) or replace(now, data=before[path])
+            originals[path] = known.get(path) or replace(now, data=first[path])
             states[path] = [state(now)]
-        self.journal.write(originals, states)
+        self.journal.write(originals, self.journal.states | states)
 
 
 def _owner(patched: list[Patched], path: str, number: str | None) -> Patched:
-    """Return the patch that an edit of ``path`` belongs to.
+    """Return the patch with a number; by default, the last that touches the file.
 
-    It is the one with the number, if there is one, else the only one that touches the file.
+    Raises:
+        OverlayError: there is none, or a later one touches the file.
     """
-    if number:
-        is_it = [one.name.removeprefix(NEXT).startswith(f"{number}-") for one in patched]
-        if True not in is_it:
-            raise OverlayError(FAILED, f"--into {number}: no patches/{number}-*.patch")
-        return patched[is_it.index(True)]
-    found = [one for one in patched if path in one.files]
-    if len(found) != 1:
-        names = ", ".join(one.name for one in found) or "no patch"
-        raise OverlayError(FAILED, f"{path} belongs to {names}: name one with --into NNNN:{path}")
-    return found[0]
+    touching = [one for one in patched if path in one.files]
+    owners = [one for one in patched if one.name.startswith(f"{number}-")] if number else touching
+    if not owners:
+        what = f"no patches/{number}-*.patch" if number else "no patch changes it"
+        raise OverlayError(FAILED, f"{path}: {what}: name one with --into NNNN:{path}")
+    if touching and owners[-1].name < touching[-1].name:
+        what = f"a later patch changes it, {touching[-1].name}: edit patches/{owners[-1].name}"
+        raise OverlayError(FAILED, f"{path}: {what}")
+    return owners[-1]

@@ -71,11 +71,6 @@ def last_tree(patched: Iterable[Patched]) -> Files:
     return {path: after for one in patched for path, (_, after) in one.files.items()}
 
 
-def originals(patched: list[Patched]) -> Files:
-    """Return all patched files before the first patch."""
-    return {path: sides[0] for one in reversed(patched) for path, sides in one.files.items()}
-
-
 def port(
     patched: list[Patched], original: Original, instead: Files
 ) -> list[tuple[Patched, str, list[str]]]:
@@ -107,23 +102,3 @@ def port(
         tree |= after
         ported.append((replace(one, files=files), state, conflicts))
     return ported
-
-
-def carry(
-    patched: list[Patched], owner: int, path: str, applied: bytes, edited: bytes, before: bytes
-) -> None:
-    """Put an edit of a fully patched file into patch ``owner``, and carry it through later ones.
-
-    Raises:
-        OverlayError: the edit conflicts with a later patch.
-    """
-    before = last_tree(patched[:owner]).get(path, before)
-    for one in patched[owner:]:
-        if path in one.files or one is patched[owner]:
-            _, after = one.files.get(path, (before, before))
-            merged, clean = git.merge(after, applied, edited)
-            if not clean:
-                what = f"{path}: the edit meets lines of patches after {one.name}"
-                raise OverlayError(FAILED, what)
-            one.files[path] = before, merged
-            before = merged
