@@ -143,6 +143,8 @@ def test_answers_are_the_most_likely_tokens_of_our_model(trained, capsys, monkey
     capsys.readouterr()
     converted = path / "saved-hugging-face/iter_0000001"
     assert answers(capsys, converted, asked.values()) == said
+    (path / "saved/best.json").write_text('{"step": 1}')
+    assert answers(capsys, path / "saved/best", asked.values()) == said
     sound = " sound" if "--dynamic-resolution" in options else ""
     assert_verified(path / "saved", converted, f"text image video{sound}")
 

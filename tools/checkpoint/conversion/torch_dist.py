@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from conversion.program_model import box_of, saved_key
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.loop.best import best_of
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import (
     CheckpointingConfig,
@@ -116,7 +117,8 @@ class Checkpoint:
     """A checkpoint that the program or a conversion wrote.
 
     Args:
-        directory: as ``--load`` takes it, or the directory of one iteration.
+        directory: as ``--load`` takes it, or the directory of one iteration; FOLDER/best for the
+            best one in a folder.
 
     Raises:
         UserError: there is no such checkpoint.
@@ -124,7 +126,9 @@ class Checkpoint:
 
     def __init__(self, directory: Path) -> None:
         tracker = directory / TRACKER
-        if tracker.is_file():
+        if directory.name == "best" and not directory.exists():
+            directory = best_of(directory.parent)
+        elif tracker.is_file():
             text = tracker.read_text().strip()
             directory /= text if text == "release" else f"iter_{int(text):07}"
         self.directory = directory

@@ -53,11 +53,16 @@ def safe_loading(args: Namespace) -> Iterator[None]:
         UserError: inside the block, if a checkpoint is damaged (on every rank alike) or of another
             model (on the ranks that notice); at its end, if the last save failed.
     """
-    saves = Saves(args, training.save_checkpoint_and_time)
+    saves = Saves(args, training.save_checkpoint_and_time, training.evaluate)
     load = partial(_load, training.load_checkpoint, args, saves)
     with (
         no_code_from_checkpoints(),
-        replaced(training, load_checkpoint=load, save_checkpoint_and_time=saves.save),
+        replaced(
+            training,
+            load_checkpoint=load,
+            save_checkpoint_and_time=saves.save,
+            evaluate=saves.evaluate,
+        ),
         saves.all_made(),
     ):
         yield
@@ -89,6 +94,8 @@ def _load(
             )
         if directory and goes_on(args, directory):
             saves.loaded.add(Path(directory).resolve())
+            if args.keep_best and saves_into(args, args.load):
+                saves.best.resume()
         elif directory:
             saves.begun_with = Path(directory).resolve()
         if directory:

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks, one_line
+from examples.mimo.nemotron_vlm.loop.best import Best
+from examples.mimo.nemotron_vlm.loop.forward_step import SCORES
 from examples.mimo.nemotron_vlm.loop.terminal import say
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.models.mimo.schedule.replaced import replaced
@@ -38,19 +40,25 @@ class Saves:
     After an asynchronous one, the saves of this run are synchronous: its writer may be at fault.
     If that was the last save, it is made again at once.
 
+    Args:
+        save: Megatron's function that saves. evaluate: its function that evaluates.
+
     Attributes:
+        best: the best checkpoint, which ``--keep-best`` keeps.
         loaded: directories of checkpoints from which this run has gone on.
         begun_with: the checkpoint whose weights alone this run has taken.
     """
 
-    def __init__(self, args: Namespace, save: Callable) -> None:
-        self._args, self._save = args, save
+    def __init__(self, args: Namespace, save: Callable, evaluate: Callable) -> None:
+        self._args, self._save, self._evaluate = args, save, evaluate
+        self.best = Best(args)
         self._failed: UserError | None = None
         self._again: Callable[[], None] | None = None  # makes a failed asynchronous save
         self._made: Path | None = None
         self.loaded: set[Path] = set()
         self.begun_with: Path | None = None
         self._all_made: set[Path] = set()
+        self._whole: Path | None = None  # the last one that has come to its end
 
     @contextlib.contextmanager
     def all_made(self) -> Iterator[None]:
@@ -71,6 +79,26 @@ class Saves:
         if self._failed or exited:
             raise self._failed or exited
 
+    def evaluate(self, *rest, **named) -> tuple:
+        """Evaluate, and note the score; it may be of a step that has been saved."""
+        result, step = self._evaluate(*rest, **named), self._args.curr_iteration + 1
+        if self._args.keep_best:
+            score = (result[0] or {}).get(SCORES[self._args.keep_best])
+            self.best.note(step, None if score is None else float(score))
+            if self._whole == self._directory(step):
+                self._keep_best(step)
+        return result
+
+    def _directory(self, step: int) -> Path:
+        return Path(self._args.save or "", f"iter_{step:07d}")
+
+    def _keep_best(self, step: int) -> None:
+        """Note that a save has come to its end; delete what was the best, but not the newest."""
+        self._whole, kept = self._directory(step), self._args.save_retain_interval
+        before = self._args.keep_best and self.best.saved(step)
+        if before and kept and before % kept and self._is_own(self._directory(before)):
+            self._delete(self._directory(before))
+
     def save(self, iteration: int, *rest, **named) -> None:
         """Save, but not over the newest checkpoint, loaded or made, as long as no step is new.
 
@@ -80,7 +108,7 @@ class Saves:
         before it ends with a result that is not finite.
         """
         args, self._again = self._args, None
-        directory = Path(args.save or "", f"iter_{iteration:07d}")
+        directory = self._directory(iteration)
         if not args.save or directory.resolve() in self.loaded:
             return
         asks_again = get_rerun_state_machine().state is RerunState.WILL_RERUN_FROM_CHECKPOINT
@@ -112,6 +140,7 @@ class Saves:
             request.finalize_fns[:] = [partial(self._finish, directory, finish, again)]
         else:
             self._failed = None
+            self._keep_best(iteration)
 
     def _finish(
         self, directory: Path, steps: list[Callable[[], object]], again: Callable[[], None]
@@ -124,6 +153,7 @@ class Saves:
                 for step in steps:
                     step()
             self._failed = None
+            self._keep_best(int(directory.name[5:]))
         except RAISED_BY_ALL as error:
             self._note(directory, _cause(error))
             self._delete(directory)
@@ -156,12 +186,19 @@ class Saves:
     def _deleting_its_own(self) -> AbstractContextManager:
         """Keep the newest checkpoint inside the block, unless this run made it or went on from it.
 
+        The best one is kept in any case.
+
         ``--save-retain-interval`` makes Megatron delete the one before. That may be the source of a
         new run, and none at all: the tracker of a converted checkpoint names no step.
         """
         newest = self._newest()
-        is_own = newest and (newest in self._all_made or newest.resolve() in self.loaded)
-        return nullcontext() if is_own else replaced(self._args, save_retain_interval=None)
+        if newest and newest != self._directory(self.best.step) and self._is_own(newest):
+            return nullcontext()
+        return replaced(self._args, save_retain_interval=None)
+
+    def _is_own(self, directory: Path) -> bool:
+        """Return whether this run made a checkpoint, or went on from it."""
+        return directory in self._all_made or directory.resolve() in self.loaded
 
 
 def _go_on() -> None:

@@ -23,6 +23,9 @@ from megatron.training import get_args
 LOSS, TOKENS, ACCURACY, EXACT = "lm loss", "tokens", "accuracy", "exact match"
 """Names in Megatron's log; the first is that of its own programs."""
 
+SCORES = {"eval_loss": LOSS, "eval_accuracy": ACCURACY, "eval_exact_match": EXACT}
+"""Scores of an evaluation, as records and ``--keep-best`` name them."""
+
 Answers = dict[tuple[int, int], int]
 """The token that the model read, by sample and position."""
 

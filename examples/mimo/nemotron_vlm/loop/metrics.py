@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from examples.mimo.nemotron_vlm.data.provider import Loading
-from examples.mimo.nemotron_vlm.loop.forward_step import ACCURACY, EXACT, LOSS, OF_MODALITY, TOKENS
+from examples.mimo.nemotron_vlm.loop.forward_step import LOSS, OF_MODALITY, SCORES, TOKENS
 from examples.mimo.nemotron_vlm.loop.terminal import tell
 from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
@@ -150,8 +150,7 @@ class _Watch:
         if self._idle_since:
             self._idle_since += time.perf_counter() - started
         found = {name: float(value) for name, value in (result[0] or {}).items()}
-        names = {"eval_loss": LOSS, "eval_accuracy": ACCURACY, "eval_exact_match": EXACT}
-        scores = {name: _finite(found[key]) for name, key in names.items() if LOSS in found}
+        scores = {name: _finite(found[key]) for name, key in SCORES.items() if LOSS in found}
         if self._held is not None:
             self._held |= scores
         elif scores:  # of no step, as with --skip-train

@@ -10,7 +10,7 @@ import sys
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -30,6 +30,7 @@ from examples.mimo.nemotron_vlm.data import SampleSource, make_source
 from examples.mimo.nemotron_vlm.data.provider import Loading
 from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks
 from examples.mimo.nemotron_vlm.loop.asking import ask_command
+from examples.mimo.nemotron_vlm.loop.best import best_of
 from examples.mimo.nemotron_vlm.loop.builder import VLMBuildConfig
 from examples.mimo.nemotron_vlm.loop.checkpoint_loading import check_inputs, safe_loading
 from examples.mimo.nemotron_vlm.loop.forward_step import answers, forward_step
@@ -296,6 +297,9 @@ def _print_outcome(session: Session, last: Sequence[Record], log: Path | None) -
         tell(f"picture: {args.report.absolute()}")
     if args.rank == args.world_size - 1:
         tell(ending(args, list(last), log))
+        if args.keep_best:
+            with suppress(UserError):
+                tell(f"best {args.keep_best}: {best_of(Path(args.save).absolute())}")
         source, can_ask = session.loading.reader.source, session.run.preset.is_in_transformers
         if args.save and can_ask and (command := ask_command(source, 0, Path(args.save))):
             tell(f"ask it: {command}")

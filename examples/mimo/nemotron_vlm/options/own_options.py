@@ -77,6 +77,9 @@ class OwnOptions(ReadingOptions):
     cost"""
     metrics_out: Path | None = None
     """write a JSON line per step to this file"""
+    keep_best: Literal["eval_loss", "eval_accuracy", "eval_exact_match"] | None = None
+    """keep the checkpoint with the best of this held-out score, beside the newest; SAVE/best names
+    it for the tools"""
     report: Path | None = None
     """draw curves and test answers to this file at the end: PNG, PDF or SVG"""
     log_file: str | None = None
@@ -118,7 +121,8 @@ data        --data digits|mock|energon:PATH  --pack  --pack-window N  --sample-m
             --prompt TEXT  --image-token TOKEN  --surveys DIR
 training    --encoder-lr RATE  --projector-lr RATE  --encoder-weight-decay RATE
             --projector-weight-decay RATE
-output      --config FILE  --metrics-out FILE  --report FILE  --log-file FILE
+output      --keep-best eval_loss|eval_accuracy|eval_exact_match
+            --config FILE  --metrics-out FILE  --report FILE  --log-file FILE
 before      --dry-run [RANKS]  --plan GPUS  --plan-gpu NAME  --plan-gpus-per-node N
             --plan-tiles TILES
 

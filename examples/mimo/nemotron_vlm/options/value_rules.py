@@ -70,6 +70,16 @@ def _retain_violation(run: Any) -> str | None:
     )
 
 
+def _best_violation(run: Any) -> str | None:
+    args = run.asked
+    if not args.keep_best or not args.eval_interval % args.save_interval:
+        return None
+    return (
+        f"--keep-best {args.keep_best} takes saves of evaluated steps: --save-interval "
+        f"{args.save_interval} must divide --eval-interval {args.eval_interval}"
+    )
+
+
 def _sample_violation(run: Any) -> str | None:
     args = run.asked
     if args.train_samples is None or args.train_samples >= args.global_batch_size:
@@ -135,7 +145,18 @@ OF_VALUES = [
         _retain_violation,
         example="--save s --save-interval 300 --save-retain-interval 500",
     ),
+    _needs(
+        "--keep-best",
+        lambda a: a.keep_best and not (a.save and a.eval_iters),
+        "--keep-best needs --save DIR and --eval-iters N",
+        "--keep-best eval_loss --save s",
+    ),
     Rule("numbers", lambda r: next(_number_violations(r), None), example="--lr nan"),
+    Rule(
+        "--keep-best",
+        _best_violation,
+        example="--keep-best eval_loss --save s --eval-iters 1 --eval-interval 3 --save-interval 2",
+    ),
     Rule(
         "--report",
         lambda r: (

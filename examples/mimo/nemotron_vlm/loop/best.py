@@ -1,0 +1,96 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The best checkpoint of a run by a held-out score: a file in its folder names it."""
+
+import contextlib
+import json
+import math
+from argparse import Namespace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.loop.all_ranks import one_line
+from examples.mimo.nemotron_vlm.loop.terminal import say
+
+FILE = "best.json"
+"""The file: ``{"step": 20, "eval_loss": 0.31}``."""
+
+
+class Best:
+    """Scores of a run's evaluations, and the best of its checkpoints; equal on all ranks.
+
+    Attributes:
+        step: of the best checkpoint; 0 if there is none.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        self._args, self._scores, self._score = args, {}, None
+        self.step = 0
+
+    def resume(self) -> None:
+        """Take the best checkpoint of the folder in which the run goes on; collective."""
+        said = [_read(Path(self._args.save), self._args.keep_best) if self._args.rank == 0 else 0]
+        dist.broadcast_object_list(said)
+        self.step, self._score = said[0]
+
+    def note(self, step: int, score: float | None) -> None:
+        """Note the score of a step, which the last rank has; collective."""
+        said = [score]
+        dist.broadcast_object_list(said, self._args.world_size - 1)
+        if said[0] is not None and math.isfinite(said[0]):
+            self._scores[step] = said[0]
+
+    def saved(self, step: int) -> int:
+        """Name a whole checkpoint the best if it is; return the step of the one before, else 0.
+
+        Collective.
+        """
+        score, before = self._scores.get(step), self.step
+        if score is None or not (step == before or self._is_better(score)):
+            return 0
+        self.step, self._score = step, score
+        if self._args.rank == 0:
+            self._write()
+        dist.barrier()  # any rank may read it now
+        return before if before != step else 0
+
+    def _is_better(self, score: float) -> bool:
+        if self._score is None:
+            return True
+        is_lower = score < self._score
+        return is_lower if self._args.keep_best == "eval_loss" else score > self._score
+
+    def _write(self) -> None:
+        file = Path(self._args.save, FILE)
+        partial = file.with_name(f"{FILE}.partial")
+        try:
+            partial.write_text(
+                json.dumps({"step": self.step, self._args.keep_best: self._score}) + "\n"
+            )
+            partial.replace(file)
+        except OSError as error:
+            say(f"warning: {file}: cannot write it: {one_line(error)}", self._args)
+
+
+def _read(folder: Path, name: str) -> tuple[int, float | None]:
+    """Return step and score of the best checkpoint; 0 and None if there is none by this score."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        found = json.loads((folder / FILE).read_text())
+        return int(found["step"]), float(found[name])
+    return 0, None
+
+
+def best_of(folder: Path) -> Path:
+    """Return the directory of the best checkpoint in a folder.
+
+    Raises:
+        UserError: no file there names one.
+    """
+    try:
+        return folder / f"iter_{int(json.loads((folder / FILE).read_text())['step']):07d}"
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{folder}/best: {FILE} there names no checkpoint; --keep-best eval_loss writes it"
+        ) from error
