@@ -81,8 +81,9 @@ class Saves:
 
     def evaluate(self, *rest, **named) -> tuple:
         """Evaluate, and note the score; it may be of a step that has been saved."""
-        result, step = self._evaluate(*rest, **named), self._args.curr_iteration + 1
-        if self._args.keep_best:
+        result = self._evaluate(*rest, **named)
+        if self._args.keep_best and not self._args.skip_train:
+            step = self._args.curr_iteration + 1
             score = (result[0] or {}).get(SCORES[self._args.keep_best])
             self.best.note(step, None if score is None else float(score))
             if self._whole == self._directory(step):
