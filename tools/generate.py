@@ -51,7 +51,7 @@ def _answer(options: Namespace) -> None:
 
     try:
         files = _files(options)
-        directory = _converted(options.checkpoint, options.step)
+        directory = converted(options.checkpoint, options.step)
         model = Conversation(directory, options.chat_template_kwargs)
         if options.ask is not None:
             print(model.ask(options.ask, files, options.max_tokens))
@@ -89,7 +89,7 @@ def _files(options: Namespace) -> list:
     return found
 
 
-def _converted(checkpoint: Path, step: int | None) -> Path:
+def converted(checkpoint: Path, step: int | None = None) -> Path:
     """Return a Hugging Face directory of a checkpoint; it is kept for the next question."""
     from conversion.torch_dist import Checkpoint
     from conversion.trained import export

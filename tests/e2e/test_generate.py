@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/generate.py answers as the program's own model does, token by token."""
 
+import html
+import json
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
@@ -27,6 +29,7 @@ from tests.unit_tests.test_utilities import Utils
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
+import evaluate  # noqa: E402
 import generate  # noqa: E402
 
 from conversion.trained import _tokenizer  # noqa: E402
@@ -149,6 +152,18 @@ def test_answers_are_the_most_likely_tokens_of_our_model(trained, capsys, monkey
     assert_verified(path / "saved", converted, f"text image video{sound}")
 
 
+def test_an_evaluation_asks_about_each_sample(trained, capsys, tmp_path):
+    said = answers(capsys, trained.path / "saved", trained.asked.values())
+    page, count = tmp_path / "page.html", max(trained.asked) + 1
+    words = [str(trained.path / "saved"), "--samples", str(count), "--max-tokens", str(ANSWER)]
+    assert evaluate.main([*words, "--out", str(page)]) == 0
+    scores, shown = json.loads(capsys.readouterr().out), page.read_text()
+    assert scores["samples"] + scores["not_asked"] == count and 0 <= scores["anls"] <= 1
+    for number, answer in zip(trained.asked, said, strict=True):
+        place = shown.index(f"{trained.source.name('test', number)}<")
+        assert html.escape(answer) in shown[place : shown.index("</section>", place)]
+
+
 def test_a_terminal_asks_again(trained, capsys, monkeypatch):
     *media, _, question = next(iter(trained.asked.values()))
     lines = iter([question, "read", ""])
@@ -162,7 +177,7 @@ def test_a_run_may_have_other_sizes_than_its_preset(tmp_path):
     with trainer(*BATCH, *sizes, "--seq-length", str(LENGTH)) as run:
         run.save(tmp_path / "saved")
     Utils.destroy()
-    converted = generate._converted(tmp_path / "saved", None)
+    converted = generate.converted(tmp_path / "saved", None)
     assert_verified(tmp_path / "saved", converted, "text image")
 
 

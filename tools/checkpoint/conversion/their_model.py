@@ -128,6 +128,10 @@ class Conversation:
         self._model = their_model(directory)
         self._preset, self._turns, self._media = preset, [], []
 
+    def begin(self, arguments: dict[str, Any]) -> None:
+        """Begin another conversation, with arguments of the chat template."""
+        self._arguments, self._turns, self._media = arguments, [], []
+
     def ask(self, question: str, files: list[File], max_tokens: int) -> str:
         """Return the answer to a question with media, after those asked before."""
         rest = {

@@ -48,11 +48,7 @@ def export(checkpoint: Path, out: Path) -> None:
     """
     saved = Checkpoint(checkpoint)
     args = saved.options
-    preset = preset_of_run(args)
-    if args.dynamic_resolution:
-        least, most = args.dynamic_resolution_min_patches, args.dynamic_resolution_max_patches
-        frame = vars(args).get("video_target_num_patches")  # not in a run from before the option
-        preset = preset.with_images_of_any_size(least, most, frame)
+    preset = preset_as_trained(args)
     with tempfile.TemporaryDirectory() as directory:
         like = Path(directory)
         _tokenizer(args, like)
@@ -65,6 +61,16 @@ def export(checkpoint: Path, out: Path) -> None:
         (like / INPUTS).write_text(json.dumps(inputs, indent=2) + "\n")
         out.parent.mkdir(parents=True, exist_ok=True)
         to_hugging_face(saved.directory, like, preset, out)
+
+
+def preset_as_trained(args: Namespace) -> VLMPreset:
+    """Return the sizes of a run's model and of its images."""
+    preset = preset_of_run(args)
+    if not args.dynamic_resolution:
+        return preset
+    least, most = args.dynamic_resolution_min_patches, args.dynamic_resolution_max_patches
+    frame = vars(args).get("video_target_num_patches")  # not in a run from before the option
+    return preset.with_images_of_any_size(least, most, frame)
 
 
 def _config(preset: VLMPreset, args: Namespace):

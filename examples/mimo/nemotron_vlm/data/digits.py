@@ -87,7 +87,8 @@ class DigitStrips(DigitTask):
 
         strip, file = torch.cat([*self.tiles(split, number)], -1), io.BytesIO()
         Image.fromarray(strip.permute(1, 2, 0).numpy()).save(file, "PNG")
-        return Question("read", [("image", {"strip.png": file.getvalue()})])
+        answer = " ".join(str(int(self._splits[split][1][n])) for n in self._chosen(split, number))
+        return Question("read", [("image", {"strip.png": file.getvalue()})], answer=answer)
 
     def costs(self, split: str, first: int, count: int) -> np.ndarray:
         sizes = (len(self._chosen(split, n)) for n in range(first, first + count))

@@ -40,12 +40,13 @@ class Question(NamedTuple):
     """A question of a sample, with its media in the order of their placeholders.
 
     media: 'image', 'sound' or 'video', and the files by name; those of a clip may be its frames.
-    asked: as `SampleSource` has it, for this sample.
+    asked: as `SampleSource` has it, for this sample. answer: the right answer.
     """
 
     text: str
     media: list[tuple[str, dict[str, bytes]]]
     asked: Mapping[str, bool] = MappingProxyType({})
+    answer: str = ""
 
 
 class SampleSource:

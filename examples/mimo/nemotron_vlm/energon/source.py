@@ -155,7 +155,8 @@ class EnergonSource(SampleSource):
             (PLACEHOLDERS[each.kind].strip("<>"), {name: raw[name] for name in each.files})
             for each in record.media
         ]
-        return Question(record.turns[0].text, media, (*MODES, {})[survey.asked[index]])
+        asked, answer = (turn.text for turn in record.turns)
+        return Question(asked, media, (*MODES, {})[survey.asked[index]], answer)
 
     def words(self, tokens: list[int]) -> str:
         """Return an answer's tokens as text."""

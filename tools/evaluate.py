@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Ask a trained model about the held-out samples of its data, and score its answers.
+
+    tools/evaluate.py CHECKPOINT [--data DATA] [--samples N] [--out PAGE.html]
+
+CHECKPOINT is a directory that the program saved to, or DIR/best. Prints scores as JSON. The page
+shows each sample, the wrong ones first, and opens without a server.
+"""
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent / name) for name in ("checkpoint", ".")]
+
+from command_line import Parser, positive  # noqa: E402
+from in_checkout import run  # noqa: E402
+
+
+def main(argv: list[str]) -> int:
+    """Evaluate; return the exit status, 2 for user errors."""
+    parser = Parser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="directory that the program saved to")
+    add("--data", metavar="DATA", help="as the program takes it; by default the run's")
+    add("--samples", type=positive, default=100, metavar="N", help="held-out samples; 100")
+    add("--max-tokens", type=positive, default=256, metavar="N", help="of an answer")
+    what = "page to write; evaluation.html by default"
+    add("--out", type=Path, default=Path("evaluation.html"), metavar="FILE", help=what)
+    options = parser.parse_args(argv)
+    return run(lambda: _evaluate(options))
+
+
+def _evaluate(options: Namespace) -> None:
+    from generate import converted
+    from judging import Judged, mean_scores, write_page
+
+    from conversion.their_model import Conversation
+    from conversion.torch_dist import Checkpoint
+    from conversion.trained import preset_as_trained
+    from examples.mimo.nemotron_vlm.data import make_source
+
+    saved = Checkpoint(options.checkpoint)
+    args = saved.options
+    args.data = options.data or args.data
+    source = make_source(args, preset_as_trained(args))
+    model = Conversation(converted(saved.directory))
+    judged, not_asked = [], 0
+    for name, question in _questions(source, options.samples):
+        if question is None:
+            not_asked += 1
+            continue
+        model.begin(dict(question.asked))
+        said = model.ask(question.text, _files(question), options.max_tokens)
+        judged.append(Judged(name, question, said.rpartition("</think>")[2].strip()))
+        print(f"\r{len(judged)} samples", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    scores = {"samples": len(judged), "not_asked": not_asked} | mean_scores(judged)
+    print(json.dumps(scores))
+    write_page(options.out, str(saved.directory), scores, judged)
+    print(f"page: {options.out.absolute()}", file=sys.stderr)
+
+
+def _questions(source, count: int):
+    """Yield name and question of held-out samples, each once; None for one with several turns."""
+    names: set[str] = set()
+    for number in range(count):
+        name = source.name("test", number)
+        if name in names:  # the second epoch
+            return
+        names.add(name)
+        yield name, source.question("test", number)
+
+
+def _files(question) -> list:
+    from examples.mimo.nemotron_vlm.energon.conversation import PLACEHOLDERS
+    from examples.mimo.nemotron_vlm.energon.encoding import File
+
+    kinds = {placeholder.strip("<>"): kind for kind, placeholder in PLACEHOLDERS.items()}
+    return [File(kinds[kind], tuple(files.values())) for kind, files in question.media]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
