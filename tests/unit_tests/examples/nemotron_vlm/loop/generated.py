@@ -57,7 +57,7 @@ FACTORS = {
     "recompute": ((), FULL, AGAIN, (*FULL, *AGAIN)),
     "overlap": ((), OVERLAP),
     "dispatcher": ((), ALLGATHER),
-    "optimizer": ((), ("--no-use-distributed-optimizer", "--no-overlap-param-gather")),
+    "optimizer": ((), ("--no-use-distributed-optimizer",)),
     "frozen": ((), ("--freeze", "encoder"), ("--freeze", "language")),
     "model's options": ((), TIED, LEARNED, GATED),
 }
@@ -69,6 +69,11 @@ DRAWS = 20
 
 def rows(ranks: int, seed: int) -> Iterator[Row]:
     """Yield rows for a number of ranks, until no draw that the program takes has a new triple."""
+    return (_row(ranks, values) for values in values_of_rows(ranks, seed))
+
+
+def values_of_rows(ranks: int, seed: int) -> Iterator[dict[str, object]]:
+    """Yield the value of each factor in each of the rows."""
     draw, shown = random.Random(f"{ranks} {seed}"), set()
     while True:
         drawn = [_drawn(draw, ranks) for _ in range(DRAWS)]
@@ -77,7 +82,7 @@ def rows(ranks: int, seed: int) -> Iterator[Row]:
         if values is None or _triples(values) <= shown:
             return
         shown |= _triples(values)
-        yield _row(ranks, values)
+        yield values
 
 
 def _drawn(draw: random.Random, ranks: int) -> dict[str, object]:

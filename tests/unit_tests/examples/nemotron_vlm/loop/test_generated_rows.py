@@ -6,20 +6,21 @@
 """
 
 import functools
+import itertools
 import os
 import shlex
 from collections.abc import Iterator
 
 import pytest
 
-from tests.unit_tests.examples.nemotron_vlm.loop.generated import rows
+from tests.unit_tests.examples.nemotron_vlm.loop.generated import FACTORS, rows, values_of_rows
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import Row
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import check
 from tests.unit_tests.examples.nemotron_vlm.runs import from_last_rank
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
-SEED, _, COUNT = os.environ.get("GENERATED_ROWS", "1").partition(":")
-COUNTS = {8: int(COUNT or 2), 4: int(COUNT or 4)}
+SEED, _, COUNT = os.environ.get("GENERATED_ROWS", "2").partition(":")
+COUNTS = {8: int(COUNT or 3), 4: int(COUNT or 6)}
 """Rows of each world."""
 
 
@@ -43,3 +44,13 @@ def test_trajectory_of_a_drawn_row_is_one_ranks(ranks, number, record_property):
     row = from_last_rank(next(_drawn(ranks)) if Utils.rank == ranks - 1 else None)
     print(f"torchrun --nproc-per-node {ranks} PROGRAM {shlex.join(row.commands[0])}")
     check(row, record_property)
+
+
+@requires_world_size(1)
+def test_the_program_takes_each_value_of_each_factor():
+    wanted = {(name, value) for name, values in FACTORS.items() for value in values}
+    for values in itertools.islice(values_of_rows(8, int(SEED)), 40):
+        wanted -= set(values.items())
+        if not wanted:
+            break
+    assert not wanted

@@ -23,7 +23,6 @@ BIT_FOR_BIT = {
         Row(4, "bit for bit", "dp=4", "dp=4", microbatches=1),
         Row(4, "bit for bit, four layers", "dp=4", "pp=4,dp=1"),
         Row(4, "bit for bit", "pp=2,dp=1", "pp=2,dp=1", APART),
-        Row(4, "bit for bit", "dp=2", "dp=2", APART, microbatches=1),
         Row(2, "bit for bit", "dp=2", "pp=2,dp=1,vpp=2"),
     ]
 }
