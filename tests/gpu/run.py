@@ -65,6 +65,7 @@ UNITS_OF_ONE += tuple(
         "model/test_training_parts.py::TestGradientFlow",
         "model/test_training_parts.py::test_packed_samples_train_as_samples_one_by_one",
         "loop/test_loop.py",
+        "loop/test_metrics.py",
     )
 )
 

@@ -4,45 +4,29 @@
 
 import ctypes
 import gc
-import json
 import os
 import re
-import resource
 import signal
-import sys
 import time
-from argparse import Namespace
-from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from examples.mimo.nemotron_vlm.data.reading import Reader
-from examples.mimo.nemotron_vlm.loop import forward_step, metrics
+from examples.mimo.nemotron_vlm.loop import forward_step
 from examples.mimo.nemotron_vlm.loop import run as program
 from examples.mimo.nemotron_vlm.loop.forward_step import (
-    LOSS,
-    TOKENS,
     count_exact,
     run_microbatch,
 )
-from examples.mimo.nemotron_vlm.loop.metrics import MetricsWriter, observed, read_metrics
-from examples.mimo.nemotron_vlm.loop.outputs import Log
-from examples.mimo.nemotron_vlm.loop.run import train
-from examples.mimo.nemotron_vlm.loop.terminal import beginning, ending
 from examples.mimo.nemotron_vlm.model.encoders.sound import SoundEncoder
 from examples.mimo.nemotron_vlm.model.encoders.stage import EncoderStage
 from examples.mimo.pretrain_nemotron_vlm import ALONE
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.schedule.replaced import replaced
-from megatron.training import training
 from megatron.training.training import num_floating_point_operations
 from tests.unit_tests.examples.nemotron_vlm.loop.models import PACK
 from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import (
@@ -55,8 +39,7 @@ from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import (
     one_rank_trajectory,
     trajectory,
 )
-from tests.unit_tests.examples.nemotron_vlm.runs import SHORT_RUN, options_of, session_of, trainer
-from tests.unit_tests.no_host_sync import no_host_sync
+from tests.unit_tests.examples.nemotron_vlm.runs import SHORT_RUN, trainer
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 ONE_MICROBATCH = ("--micro-batch-size", "32")
@@ -155,8 +138,9 @@ def test_encoders_without_an_input_run_at_a_steps_ends_alone(macro_batch, monkey
 OMNI = ("--model", "tiny-omni", "--dynamic-resolution", "--global-batch-size", str(STEP))
 
 
-@pytest.mark.parametrize("rows", [("--micro-batch-size", "16"), PACK])
-@pytest.mark.parametrize("layout", ["dp=2", "cp=2", "pp=2"])
+@pytest.mark.parametrize(
+    ("layout", "rows"), [("dp=2", PACK), ("cp=2", ("--micro-batch-size", "16")), ("pp=2", PACK)]
+)
 @requires_world_size(2)
 def test_the_throughput_counts_the_steps_own_samples_in_every_layout(layout, rows):
     """Every third step has no sound, so the steps differ."""
@@ -261,171 +245,3 @@ def test_a_sample_is_read_right_if_no_cp_rank_holds_a_wrong_token():
     given = torch.tensor(right, device=Utils.device), torch.tensor(places, device=Utils.device)
     found = count_exact(*given, samples=4, cp_group=dist.group.WORLD)
     assert found.tolist() == ([2, 3], [0, 0])[Utils.rank]
-
-
-WRITTEN_BY_MEGATRON = {
-    *("consumed_train_samples", "consumed_valid_samples", "curr_iteration", "iteration"),
-    *("do_train", "do_valid", "do_test", "lr_decay_iters", "num_floating_point_operations_so_far"),
-}
-"""Arguments in which Megatron keeps the state of its loop; nobody else writes to its arguments."""
-
-
-class TestMetrics:
-    @requires_world_size(1)
-    def test_a_record_has_its_steps_rate_and_evaluation_and_is_written_before_a_checkpoint(
-        self, tmp_path
-    ):
-        """Megatron evaluates once more after the loop, and saves before."""
-        Utils.initialize_distributed()
-        path, records, at_saves = tmp_path / "metrics.jsonl", [], []
-        run = ("--eval-interval", "2", "--eval-iters", "1", "--train-iters", "3")
-        run += ("--save", str(tmp_path / "saved"), "--metrics-out", str(path))
-        with session_of(options_of(*ONE_MICROBATCH, *run, "--save-interval", "1")) as session:
-
-            def observe_save(*arguments, **named):
-                at_saves.append([record["step"] for record in read_metrics(path)])
-                time.sleep(0.5)
-                return save(*arguments, **named)
-
-            save = training.save_checkpoint
-            args = session.run.args
-            before = {name: str(value) for name, value in vars(args).items()}
-            with replaced(training, save_checkpoint=observe_save):
-                train(session, records.append)
-            after = {name: str(value) for name, value in vars(args).items()}
-            assert {n for n in after if after[n] != before.get(n)} <= WRITTEN_BY_MEGATRON
-            step = args.global_batch_size * args.seq_length
-        assert at_saves == [[1], [1, 2], [1, 2, 3]]
-        assert records == [json.loads(line) for line in path.read_text().splitlines()]
-        assert [record["lr"] for record in records] == pytest.approx([1e-4, 7.5e-5, 2.5e-5])
-        assert ["eval_accuracy" in record for record in records] == [False, True, True]
-        tokens = [record["tokens_per_s"] * record["step_time_s"] for record in records]
-        assert tokens == pytest.approx([step] * 3)
-        assert not any(record["skipped"] for record in records)
-        pauses = [record["pause_s"] for record in records]
-        assert pauses[0] == 0 and min(pauses[1:]) > 0.5
-
-    def test_the_host_does_not_wait_for_the_numbers_of_a_step(self, tmp_path, monkeypatch):
-        def log(loss_dict, iteration, grad_norm, skipped_iter):
-            """Megatron's log, where it prints nothing."""
-
-        args = options_of("--metrics-out", str(tmp_path / "metrics.jsonl")).args
-        args.rank, args.world_size = 0, 1
-        monkeypatch.setattr(training, "training_log", log)
-        device, seen = torch.cuda.current_device(), []
-        with observed(args, None, seen.append):
-            for step in (1, 2, 3):
-                reported = {LOSS: float(step), TOKENS: 8.0}
-                scalars = {k: torch.full((), v, device=device) for k, v in reported.items()}
-                with no_host_sync():
-                    training.training_log(scalars, step, 0.5, int(step == 2))
-                assert len(seen) == step - 1
-        names = ("step", "loss", "num_tokens", "skipped")
-        found = [tuple(record[name] for name in names) for record in seen]
-        assert found == [(1, 1.0, 8, False), (2, 2.0, 8, True), (3, 3.0, 8, False)]
-        assert seen == read_metrics(args.metrics_out)
-
-    @requires_world_size(1)
-    def test_tensorboard_and_wandb_have_the_metrics(self, tmp_path, monkeypatch):
-        wandb = mock.MagicMock(__spec__=ModuleSpec("wandb", None))
-        wandb.finish.side_effect = lambda: setattr(wandb, "run", None)
-        monkeypatch.setitem(sys.modules, "wandb", wandb)
-        run = ("--wandb-project", "reading", "--wandb-exp-name", "first", "--log-interval", "1")
-        run += ("--tensorboard-dir", str(tmp_path / "board"), "--save", str(tmp_path / "saved"))
-        records = trajectory(*ONE_MICROBATCH, *run, steps=3)
-        (made,) = wandb.init.call_args_list
-        assert (made.kwargs["project"], made.kwargs["name"]) == ("reading", "first")
-        board = EventAccumulator(str(tmp_path / "board")).Reload()
-        for name in ("lm loss", *metrics.IN_BOARDS):
-            found = {event.step: event.value for event in board.Scalars(name)}
-            assert list(found) == [1, 2, 3]
-            logged = [call.args for call in wandb.log.call_args_list if name in call.args[0]]
-            steps = [step for _, step in logged]
-            assert steps == ([1, 2] if name in metrics.IN_BOARDS else [1, 2, 3])
-            for record in records:
-                assert found[record["step"]] == pytest.approx(record.get(name, record["loss"]))
-        steps = [step for _, step in (call.args for call in wandb.log.call_args_list)]
-        assert steps == sorted(steps)
-
-    def test_without_a_terminal_a_line_comes_once_a_minute_and_at_the_end(self, capsys):
-        times = [0, 61, 100, 121, 122, 123]
-        with mock.patch.object(metrics.time, "monotonic", side_effect=times):
-            writer = MetricsWriter(None, total_steps=5)
-            for step in range(1, 6):
-                several = {"loss_text": 0.25, "loss_images": 1.0} if step == 3 else {}
-                record = {"step": step, "loss": 0.5, "skipped": step == 2, "loss_text": 0.5}
-                writer.write(record | several)
-        writer.close()
-        assert capsys.readouterr().err.splitlines() == [
-            "step 1 of 5: loss 0.5",
-            "step 3 of 5: loss 0.5, loss text 0.25, loss images 1, skipped steps 1",
-            "step 5 of 5: loss 0.5, skipped steps 1",
-        ]
-
-    def test_records_that_a_full_disk_does_not_take_are_written_later(self, tmp_path):
-        path = tmp_path / "metrics.jsonl"
-        writer, most = MetricsWriter(path, 5), resource.getrlimit(resource.RLIMIT_FSIZE)
-        records = [{"step": step, "loss": 0.5} for step in (1, 2, 3, 4)]
-        writer.write(records[0])
-        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, most[1]))
-        for record in (records[1], records[1], records[2]):
-            writer.write(record)
-        assert read_metrics(path) == records[:1]
-        resource.setrlimit(resource.RLIMIT_FSIZE, most)
-        writer.write(records[3])
-        writer.close()
-        assert read_metrics(path) == records
-
-    def test_a_full_disk_does_not_end_the_run_that_logs(self):
-        with Log(Path("/dev/full")) as log:
-            for _ in range(3):
-                print("x" * 10_000, file=log, flush=True)
-
-    def test_steps_that_are_run_again_replace_their_records(self, tmp_path):
-        path = tmp_path / "metrics.jsonl"
-        for records in ([(1, 3.25), (2, 2.5), (2, 1.0), (3, 1.0)], [(3, 2.0)]):
-            writer = MetricsWriter(path, total_steps=4)
-            for step, loss in records:
-                writer.write({"step": step, "loss": loss})
-            writer.close()
-        expected = [{"step": 1, "loss": 3.25}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": 2.0}]
-        assert read_metrics(path) == expected
-        assert path.read_text().count('"step": 3') == 1  # the second run drops it
-
-
-SAVED = {"encoder": "dp=2", "language": "tp=2", "lr": 1e-3, "train_iters": 100}
-RUN = SAVED | {"load": "/saved", "finetune": False, "use_checkpoint_opt_param_scheduler": False}
-
-
-@pytest.mark.parametrize(
-    ("directory", "changed", "said"),
-    [
-        (None, {}, "a new run"),
-        ("/weights/iter_0000100", {}, "a new run, with the weights of /weights/iter_0000100"),
-        ("/saved/iter_0000100", {"finetune": True}, "a new run, with the weights of /saved/iter_"),
-        ("/saved/iter_0000100", {}, "going on after step 100 of 100, from /saved/iter_0000100"),
-        (
-            "/saved/iter_0000100",
-            {"encoder": "tp=2", "lr": 1e-4},
-            "\nanother layout: encoder dp=2 → tp=2; random states begin anew"
-            "\nanother schedule of learning rates: lr 0.001 → 0.0001",
-        ),
-    ],
-)
-def test_a_beginning_tells_where_the_run_stands(directory, changed, said):
-    found = beginning(Namespace(**RUN | changed), directory, Namespace(**SAVED))
-    assert said in found
-    assert ("another" in found) == ("another" in said)
-
-
-def test_an_ending_has_the_median_speed_without_the_first_step(tmp_path):
-    args = Namespace(device="cpu", save="/saved", load="/saved/", metrics_out=None)
-    args.tensorboard_dir = None
-    speeds = (1, 3000, 1000, 2000)
-    records = [{"tokens_per_s": speed, "tflops": speed / 1000} for speed in speeds]
-    assert ending(args, records, tmp_path / "log.txt").splitlines() == [
-        "speed: 2,000 tokens/s and 2 TFLOP/s a rank",
-        "checkpoints: /saved",
-        f"log: {tmp_path}/log.txt",
-        "next: the same command with a larger --train-iters goes on from here",
-    ]
