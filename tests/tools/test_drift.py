@@ -37,17 +37,13 @@ TAKES_ALL = IMPORT + "class D(C):\n  def __init__(self, *args, **kwargs): ..."
 GONE, CALL = "gone: megatron.core.m", "signature: megatron.core.m"
 
 
-@pytest.fixture
-def findings():
-    def findings(ours: str, new: dict[str, str | None], old: dict[str, str] | None = None):
-        before, versions = {MODULE: PIN, "megatron/core/n.py": ""} | (old or {}), []
-        for files in (before, before | new):
-            present = {path: text.encode() for path, text in files.items() if text is not None}
-            versions.append(Version(present))
-        found = compare({OURS: ours.encode()}, *versions)
-        return sorted(f"{kind}: {name} {detail}".strip() for kind, name, detail in found)
-
-    return findings
+def findings(ours: str, new: dict[str, str | None]) -> list[str]:
+    before, versions = {MODULE: PIN, "megatron/core/n.py": ""}, []
+    for files in (before, before | new):
+        present = {path: text.encode() for path, text in files.items() if text is not None}
+        versions.append(Version(present))
+    found = compare({OURS: ours.encode()}, *versions)
+    return sorted(f"{kind}: {name} {detail}".strip() for kind, name, detail in found)
 
 
 @pytest.mark.parametrize(
@@ -56,17 +52,12 @@ def findings():
         # names that are gone: imported, reached through a module, a class, a base, a string
         (IMPORT, "def f(", "def f2(", f"{GONE}.f"),
         ("import megatron.core.m as m\nm.LIMIT", "LIMIT", "MOST", f"{GONE}.LIMIT"),
-        ("import megatron.core.m\nmegatron.core.m.LIMIT", "LIMIT", "X", f"{GONE}.LIMIT"),
-        ("from megatron.core import m\nm.C.method", "method", "x", f"{GONE}.C.method"),
         ("from .m import f", "def f(", "def f2(", f"{GONE}.f"),
         (IMPORT + "C.inherited", "inherited", "x", f"{GONE}.Base.inherited"),
         ("p('megatron.core.m.LIMIT', 1)", "LIMIT", "X", f"{GONE}.LIMIT"),
-        (IMPORT + "setattr(C, 'method', 1)", "def method", "def x", f"{GONE}.C.method"),
         (DERIVED, "def method", "def x", f"{GONE}.C.method"),
-        (HOOK, "def hook", "def x", f"{GONE}.C.hook"),
         # attributes of objects whose class the syntax does not tell
         (IMPORT + "C(1)._queue", "_queue", "_q", f"perhaps {GONE}.C._queue"),
-        (IMPORT + "def h(c):\n  c.kind = 1", "kind", "sort", f"perhaps {GONE}.C.kind"),
         (IMPORT + "getattr(c, 'kind')", "kind", "sort", f"perhaps {GONE}.C.kind"),
         (IMPORT + "replace(x, one=3)", "one:", "uno:", f"perhaps {GONE}.Fields.one"),
         (IMPORT + "class D(C):\n  def go(self):\n    super().inherited(1)", "inherited", "x",
@@ -78,8 +69,6 @@ def findings():
          f"{CALL}.f missing a required argument: 'b'; now (a, b, *, key=…)"),
         (IMPORT + "f(1, 2)", "a, b=1", "b, a=1",
          f"{CALL}.f passes a where b is now, passes b where a is now; now (b, a=…, *, key=…)"),
-        (IMPORT + "f(1, 2)", ", b=1", "",
-         f"{CALL}.f too many positional arguments; now (a, *, key=…)"),
         (IMPORT + "c.method(1, flag=True)", ", flag=False", "",
          f"perhaps {CALL}.C.method got an unexpected keyword argument 'flag'; now (a)"),
         (IMPORT + "C(size=1)", "size", "length",
@@ -93,12 +82,11 @@ def findings():
          f"{CALL}.C.hook overridden or replaced by ours; was (a), now ()"),
         # no work: names that we do not use, and calls that still fit
         (IMPORT + "f(1, key=2)", "b=1", "b=1, c=2", None),
-        (IMPORT + "C(1, anything=2)", "class Base", "def g(): ...\nclass Base", None),
         (DERIVED + "\nD(1).method(2)", "kind", "sort", None),
         ("x.kind", "kind", "sort", None),
     ],
 )  # fmt: skip
-def test_names(findings, ours, old, new, expected):
+def test_names(ours, old, new, expected):
     assert old in PIN
     assert findings(ours, {}) == []
     found = findings(ours, {MODULE: PIN.replace(old, new)})
@@ -111,18 +99,17 @@ def test_names(findings, ours, old, new, expected):
         (DERIVED, "flag=False): ...", "flag=False): return a", True),
         (HOOK, "hook(self, a): ...", "hook(self, a): return a", True),
         (TAKES_ALL, "size, **more", "length, **more", True),
-        (DERIVED, "flag=False): ...", "flag=False):  # a comment\n        ...", False),
         (DERIVED, "inherited(self, n): ...", "inherited(self, n): return n", False),
     ],
-    ids=["overridden", "replaced", "takes all", "comment", "neither"],
+    ids=["overridden", "replaced", "takes all", "neither"],
 )
-def test_another_body_of_what_we_override_or_replace_is_found(findings, ours, old, new, is_found):
+def test_another_body_of_what_we_override_or_replace_is_found(ours, old, new, is_found):
     assert old in PIN
     found = findings(ours, {MODULE: PIN.replace(old, new)})
     assert [one.split()[0] for one in found] == ["body:"] * is_found
 
 
-def test_modules_may_go_and_names_are_followed_through_re_exports(findings):
+def test_modules_may_go_and_names_are_followed_through_re_exports():
     assert findings(IMPORT + "f(1)", {MODULE: None}) == [GONE]
     package = {
         MODULE: None,
@@ -146,9 +133,7 @@ LANDED = {B: UPSTREAM[B].replace("b_3", "B_three")}
         ({}, "0001-first.patch", "applies", 0),
         ({}, "0009-script.patch", "left out", 0),
         ({SCRIPT: "theirs\n"}, "0009-script.patch", "conflicts", 1),
-        ({}, REPLACED, "unchanged", 0),
         (mini.LATER_UPSTREAM, "0002-second.patch", "applies", 0),  # the one of its own
-        (CHANGED, "0001-first.patch", "applies", 1),
         (CHANGED, "0002-second.patch", "conflicts", 1),
         (LANDED, "0001-first.patch", "merges", 1),
         (LANDED | {A: numbered("a", {3: "A_three"})}, "0001-first.patch", "already there", 1),

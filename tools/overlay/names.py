@@ -97,10 +97,9 @@ class Version:
 
     def members(self, owner) -> dict:
         """Return the members of a class by name, with those that it inherits."""
-        try:
+        above = []
+        with contextlib.suppress(ValueError):  # no order is consistent
             above = owner.mro()
-        except ValueError:  # no order is consistent
-            above = []
         return {name: one for each in [*above[::-1], owner] for name, one in each.members.items()}
 
     def signature(self, name: str) -> inspect.Signature | None:
@@ -119,15 +118,11 @@ class Version:
         return inspect.Signature(parameters, __validate_parameters__=False)
 
     def body(self, name: str) -> str | None:
-        """Return a function's code without its docstrings and comments; None for other names."""
+        """Return a function's code without its comments; None for other names."""
         found = self.find(name)
         if found is None or found.is_alias or not found.is_function:
             return None
-        tree = ast.parse(textwrap.dedent(found.source))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
-                node.body = node.body[1:]
-        return ast.unparse(tree)
+        return ast.unparse(ast.parse(textwrap.dedent(found.source)))
 
 
 def compare(ours: dict[str, bytes], pin: Version, other: Version) -> dict[Finding, list[str]]:
@@ -182,7 +177,8 @@ def _check(name: str, use: Use, pin: Version, other: Version) -> Iterator[Findin
     if was is None or now is None or was == now:
         return
     if ours:
-        if not (use.name.startswith(".") or _takes_all(use.node)):
+        taken = getattr(use.node, "args", None)  # a function may take whatever it is given
+        if not (use.name.startswith(".") or (taken and taken.vararg and taken.kwarg)):
             yield "signature", label, f"overridden or replaced by ours; was {was}, now {now}"
     elif isinstance(use.node, ast.Call) and _misfit(use.node, was) is None:
         old = was.parameters.values()
@@ -191,11 +187,6 @@ def _check(name: str, use: Use, pin: Version, other: Version) -> Iterator[Findin
         moved = [f"passes {old} where {new} is now" for _, old, new in pairs if old != new]
         if problem := _misfit(use.node, now) or ", ".join(moved):
             yield "signature", label, f"{problem}; now {now}"
-
-
-def _takes_all(node: ast.AST) -> bool:
-    """Return whether a function takes and passes on whatever it is given."""
-    return isinstance(node, ast.FunctionDef) and bool(node.args.vararg and node.args.kwarg)
 
 
 def _misfit(call: ast.Call, signature: inspect.Signature) -> str | None:

@@ -61,15 +61,10 @@ def _header(header: bytes, changed_lines: int) -> Iterator[str]:
     It has the form of a mail's header: a line that begins with a blank continues the one above.
     """
     mail = message_from_bytes(header.strip())
-    if rest := mail.get_payload().strip():
-        yield f"unknown or repeated header line {rest.splitlines()[0]!r}"
-    known = (*REQUIRED, EXPLANATION)
-    names = mail.keys()
-    yield from (
-        f"unknown or repeated header line {name!r}"
-        for name in dict.fromkeys(names)
-        if name not in known or names.count(name) > 1
-    )
+    names, known = mail.keys(), (*REQUIRED, EXPLANATION)
+    wrong = [name for name in dict.fromkeys(names) if name not in known or names.count(name) > 1]
+    wrong = [*mail.get_payload().strip().splitlines()[:1], *wrong]
+    yield from (f"unknown or repeated header line {line!r}" for line in wrong)
     yield from (f"no {name} in the header" for name in REQUIRED if not mail.get(name))
     if not _STATUS.fullmatch(status := mail.get("Upstream-Status", "")):
         form = "pending, submitted PR#N or landed in X"
