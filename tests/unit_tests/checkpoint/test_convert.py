@@ -5,16 +5,13 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from shutil import copyfile
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import NemotronHForCausalLM
 
 from examples.mimo.nemotron_vlm.model.encoders import Encoder
 from examples.mimo.nemotron_vlm.model.encoders.sound import Sound
-from megatron.core.utils import unwrap_model
 from tests.unit_tests.checkpoint.conversions import (
     INDEX,
     TOLERANCE,
@@ -133,35 +130,6 @@ class TestOneRank:
         assert_back_again(directory, saved)
 
     @requires_world_size(1)
-    def test_a_sound_projection_that_has_changed_comes_back_changed(self, vlm, tmp_path):
-        """The options name no model with sound; a model without sound may be written, too."""
-        saved, directory = save(whole_vlm(sound=True), tmp_path / "theirs"), tmp_path / "ours"
-        convert("hf-to-megatron", "--vlm", saved, "--model", "tiny-omni", "--out", directory)
-        with trainer(*loading(directory), *BATCH) as run, torch.no_grad():
-            sound = unwrap_model(run.stages[0].modality_submodules[Sound.name])
-            for weight in sound.input_projections.parameters():
-                weight.add_(1)
-            run.save(tmp_path / "saved")
-        convert("megatron-to-hf", tmp_path / "saved", "--like", saved, "--out", tmp_path / "back")
-        back = tensors_of(tmp_path / "back")
-        for name, tensor in tensors_of(saved).items():
-            assert torch.equal(back[name], tensor + name.startswith("sound_projection.")), name
-        silent, out = vlm.with_name("theirs"), tmp_path / "silent"
-        convert("megatron-to-hf", tmp_path / "saved", "--like", silent, "--out", out)
-        assert tensors_of(out).keys() == tensors_of(silent).keys()
-
-    @requires_world_size(1)
-    def test_like_may_have_a_configuration_alone(self, vlm, tmp_path):
-        theirs, like = vlm.with_name("theirs"), tmp_path / "config"
-        like.mkdir()
-        copyfile(theirs / "config.json", like / "config.json")
-        convert("megatron-to-hf", vlm, "--like", like, "--out", tmp_path / "ours-only")
-        ours, theirs = tensors_of(tmp_path / "ours-only"), tensors_of(theirs)
-        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-        lacking = {name.rpartition(".")[2] for name in theirs.keys() - ours.keys()}
-        assert lacking == {"lambda1", "summary_idxs"}
-
-    @requires_world_size(1)
     def test_many_tensors_go_to_several_files_with_an_index(self, tmp_path):
         tensors = {f"layer.{n}": torch.full((100,), float(n)) for n in range(4)}
         tensors["layer.4"] = torch.zeros(1000)
@@ -190,23 +158,3 @@ class TestOneRank:
         wanted |= {f"language_model.{name}": each for name, each in tensors_of(language).items()}
         for name, tensor in tensors_of(tmp_path / "vlm").items():
             assert torch.equal(tensor, wanted[name]), name
-
-
-class TestTwoRanks:
-    @requires_world_size(2)
-    def test_a_trained_model_gives_its_logits_in_transformers(self, language, shared_path):
-        """Several ranks have written the checkpoint."""
-        layouts = ("--encoder", "tp=2", "--language", "tp=2,ep=2,etp=1")
-        with trainer(*BATCH, *loading(language), *layouts, source=TEXT) as run:
-            run.train_step()
-            run.save(shared_path / "trained")
-        saved = ("--model", str(language / "model.json"), "--load", str(shared_path / "trained"))
-        ours = program_logits(*saved, *layouts, source=TEXT)
-        with Utils.first_rank_first() as first:
-            if not first:
-                return
-            back = ("--like", language.with_name("theirs"), "--out", shared_path / "back")
-            convert("megatron-to-hf", shared_path / "trained", *back)
-            theirs = NemotronHForCausalLM.from_pretrained(shared_path / "back", dtype=torch.float32)
-            assert (ours - their_logits(theirs)).abs().max() <= TOLERANCE
-            assert (ours - their_logits(language_model())).abs().max() > 1e-3

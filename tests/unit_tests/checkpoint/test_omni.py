@@ -11,11 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import ParakeetFeatureExtractor
 from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3
-from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import (
-    NemotronH_Omni_Reasoning_V3VideoProcessor,
-)
 
 from examples.mimo.nemotron_vlm.loop.dry_run import dry_run
 from examples.mimo.nemotron_vlm.model.names import IMAGE, IMAGES
@@ -32,8 +28,14 @@ from tests.unit_tests.checkpoint.conversions import (
     preset_of,
     sources_of,
     tensors_of,
+    their_logits,
 )
-from tests.unit_tests.checkpoint.hugging_face import released_config, save, whole_vlm
+from tests.unit_tests.checkpoint.hugging_face import (
+    encoder_config,
+    released_config,
+    save,
+    whole_vlm,
+)
 from tests.unit_tests.checkpoint.program_logits import (
     BATCH,
     loading,
@@ -51,7 +53,12 @@ SOUNDS = [[5000], [], [1279, 400], [20000]]
 """Heights and widths of the images in pixels, also of clips after their frames, and numbers of
 samples of the sounds, by sample."""
 
-PICTURES = tiny_omni().with_images_of_any_size(4, 96).images
+NORMAL = encoder_config()
+PICTURES = replace(
+    tiny_omni().with_images_of_any_size(4, 96).images,
+    pixel_mean=NORMAL.norm_mean,
+    pixel_std=NORMAL.norm_std,
+)
 HEARD = replace(tiny_omni().encoders[1], num_mel_bins=32)
 """Entries with the sizes of the Hugging Face model that inputs need."""
 
@@ -82,46 +89,11 @@ def conversations() -> Given:
     return Given(samples, token_ids={IMAGES: IMAGE, HEARD.name: HEARD.token}, vocab_size=64)
 
 
-def their_rows(model: NemotronH_Omni_Reasoning_V3, picture: torch.Tensor) -> torch.Tensor:
-    """Encode an image or a clip with transformers' own class, whose processor cuts the clip."""
-    config = model.config.vision_config
-    normal = {"norm_mean": config.norm_mean, "norm_std": config.norm_std}
-    if picture.ndim == 4:
-        grid = {"patch_size": PICTURES.patch, "video_target_num_patches": PICTURES.clip_patches}
-        made = NemotronH_Omni_Reasoning_V3VideoProcessor(**normal, **grid)._preprocess([picture])
-        given = (made["pixel_values_videos"],)
-        encode = model.get_video_features
-    else:
-        mean, std = (torch.tensor(v).repeat_interleave(PICTURES.patch**2) for v in normal.values())
-        patches = PICTURES.grids.cut(picture)
-        given = (patches.flatten(0, 1) / 255 - mean) / std, torch.tensor([patches.shape[:2]])
-        encode = model.get_image_features
-    return encode(*(each.to(Utils.device) for each in given)).pooler_output[0]
-
-
-def their_logits(model: NemotronH_Omni_Reasoning_V3) -> torch.Tensor:
-    """Logits of transformers' own class, of one conversation after the other.
-
-    Its forward takes no images beside clips, so their rows are put into the text here.
-    """
-    logits, model = [], model.to(Utils.device)
-    for number, (ids, inputs) in enumerate(conversations().samples):
-        ids = ids[None].to(Utils.device)
-        given = {"input_ids": ids, "inputs_embeds": model.get_input_embeddings()(ids)}
-        if rows := [their_rows(model, each) for each in pictures(number)]:
-            given["inputs_embeds"][ids == IMAGE] = torch.cat(rows)
-        if sounds := [sound.numpy() for sound in inputs[HEARD.name][1]]:
-            made = ParakeetFeatureExtractor(HEARD.num_mel_bins)(sounds)
-            given["input_features"] = made["input_features"].to(Utils.device)
-            given["input_features_mask"] = made["attention_mask"].to(Utils.device)
-        logits.append(model(**given).logits.cpu())
-    return torch.cat(logits)
-
-
 def their_loss(model: NemotronH_Omni_Reasoning_V3) -> torch.Tensor:
     """The mean loss of all tokens of the conversations."""
-    labels = torch.cat([ids.roll(-1) for ids, _ in conversations().samples])
-    return F.cross_entropy(their_logits(model).flatten(0, 1), labels)
+    source = conversations()
+    labels = torch.cat([ids.roll(-1) for ids, _ in source.samples])
+    return F.cross_entropy(torch.cat(their_logits(model, PICTURES, source)), labels)
 
 
 LAYOUT = "--encoder images:tp=2 --encoder sound:dp={0} --language tp={1},cp=2,pp=2,dp=1,ep=2,etp=1"
@@ -158,7 +130,7 @@ def test_logits_of_conversations_are_theirs(layout, shared_path, record_property
     options = (*loading(directory), *CONVERSATIONS, *layout.split())
     ours = program_logits(*options, source=conversations())
     with torch.no_grad():
-        theirs = their_logits(model)
+        theirs = torch.stack(their_logits(model, PICTURES, conversations()))
     assert theirs.std() > 0.5
     apart = float((ours - theirs).square().mean().sqrt() / theirs.std())
     record_property("root mean square, of their deviation", apart)

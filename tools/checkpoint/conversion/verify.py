@@ -19,6 +19,7 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
 from examples.mimo.nemotron_vlm.loop import run as program
 from examples.mimo.nemotron_vlm.loop.forward_step import forward_step
+from examples.mimo.nemotron_vlm.model.encoders.radio.entry import Radio
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.model.sound_lengths import SAMPLING_RATE
@@ -114,20 +115,27 @@ def differences(
     if Checkpoint(checkpoint).directory == checkpoint:
         raise UserError(f"{checkpoint}: give the directory that --load takes, not one step's")
     preset = preset.with_images_of_any_size(LEAST)
-    model, theirs = their_model(directory, as_ours=True), []
+    model = their_model(directory, as_ours=True)
     kinds, source = of_each_kind(preset, model.config)
-    for ids, inputs in source.samples:
-        with torch.no_grad():
-            rows = {
-                source.token_ids[encoder]: [their_rows(model, preset.images, each) for each in made]
-                for encoder, (_, made) in inputs.items()
-            }
-            theirs.append(model(inputs_embeds=embedded(model, ids[None], rows)).logits[0])
+    with torch.no_grad():
+        theirs = their_logits(model, preset.images, source)
     del model  # one of the two is in memory
     ours = our_logits(checkpoint, preset, source)
     for number, (kind, logits) in enumerate(zip(kinds, theirs, strict=True)):
         difference = (ours[number][: len(logits)] - logits).abs().max()
         yield kind, float(difference), float(logits.std())
+
+
+def their_logits(model, images: Radio, source: Given) -> list[torch.Tensor]:
+    """Return the logits [tokens, vocabulary] of a model of transformers, of each sample."""
+    logits = []
+    for ids, inputs in source.samples:
+        rows = {
+            source.token_ids[encoder]: [their_rows(model, images, each) for each in made]
+            for encoder, (_, made) in inputs.items()
+        }
+        logits.append(model(inputs_embeds=embedded(model, ids[None], rows)).logits[0])
+    return logits
 
 
 def our_logits(checkpoint: Path, preset: VLMPreset, source: Given) -> dict[int, torch.Tensor]:
