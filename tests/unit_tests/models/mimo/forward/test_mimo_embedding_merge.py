@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.mimo.config.role import ModuleLayout
 from megatron.core.models.mimo.forward.embedding_merge import embed_tokens
+from megatron.core.models.mimo.forward.encoding import note_split_sizes
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.partition.adapter import PartitionAdapter, PartitionConfig
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -118,3 +120,17 @@ def test_gradients_come_through_the_mask_that_each_token_had(batch, colocated):
     torch.testing.assert_close(embedding.word_embeddings.weight.grad, part)
     assert set(own.unique().tolist()) == {0, 2}
     grid.destroy()
+
+
+@pytest.mark.parametrize("samples", [[[30, 1], [30, 30]], [[30, 1], [1, 30]], [[30, 30]], [[1, 1]]])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 4), (3, 1, 4)])
+def test_the_rows_of_samples_are_noted_as_upstream_notes_them(samples, shape):
+    """Where it does not refuse the DP sizes, as it does not of colocated modules."""
+    model = SimpleNamespace(special_token_ids=SPECIAL, role=SimpleNamespace())
+    model.role.mode = ModuleLayout.COLOCATED
+    for ids in (torch.tensor(samples), None):
+        for name in (*SPECIAL, "clips"):
+            found, wanted = torch.zeros(shape), torch.zeros(shape)
+            note_split_sizes(model, found, ids, name)
+            MimoModel._attach_modality_split_sizes(model, wanted, ids, name)
+            assert vars(found) == vars(wanted)

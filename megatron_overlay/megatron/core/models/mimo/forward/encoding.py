@@ -127,6 +127,48 @@ def bridge_rows(
     return BridgeRows(*bridge.equal_rows(len(rows)), counts)
 
 
+def forward_all_modules(
+    model: MegatronModule,
+    embeddings: dict[str, Tensor] | None,
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    attention_mask: None,
+    loss_mask: Tensor | None,
+    labels: Tensor | None,
+    modality_inputs: ModalityInputs | None,
+    packing: object = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run the forward of a colocated rank's stage: of the encoders too, on the first stage.
+
+    Args:
+        embeddings: what ``encode_and_communicate`` returned; then nothing is encoded.
+    """
+    if not model.role.is_first_stage(MIMO_LANGUAGE_MODULE_KEY):
+        inputs = {MIMO_LANGUAGE_MODULE_KEY: model.input_tensors}
+    elif embeddings is None:
+        inputs = model.encode_and_communicate(modality_inputs, input_ids)
+    else:
+        inputs = embeddings
+    return model._forward_language_module(
+        input_ids, position_ids, None, loss_mask, labels, inputs, packing
+    )
+
+
+def note_split_sizes(
+    model: MegatronModule, rows: Tensor, input_ids: Tensor | None, name: str
+) -> None:
+    """Note how many rows each sample has, for the bridge between modules on ranks of their own.
+
+    Upstream's method refuses more encoder DP ranks than language DP ranks, which work here.
+    """
+    token_id = model.special_token_ids.get(name)
+    if rows.ndim != 2 or input_ids is None or len(input_ids) == 1 or token_id is None:
+        return
+    sizes = (input_ids == token_id).sum(dim=1).tolist()
+    if len(set(sizes)) > 1 and sum(sizes) == len(rows):  # equal ones are split alike without
+        rows._mimo_bridge_split_sizes = sizes
+
+
 def run_microbatch(
     model: MegatronModule, microbatch: dict[str, object]
 ) -> tuple[Tensor | dict[str, Tensor], Tensor | None]:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups, packing and padding of a language model's batch that a ``PartitionAdapter`` shards."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.distributed import ProcessGroup
@@ -124,3 +124,8 @@ def token_arguments(
         lengths = adapter.lengths(input_ids.size(1), packed_seq_params)
         input_ids, loss_mask = (adapter.shard_tokens(t, lengths) for t in (input_ids, loss_mask))
     return {"input_ids": input_ids, "position_ids": None, "loss_mask": loss_mask}
+
+
+def with_tokens(module: MegatronModule, tokens: dict[str, torch.Tensor | None]) -> Callable:
+    """Return a call of a language model in which these arguments replace the caller's."""
+    return lambda **others: module(**others | tokens)
