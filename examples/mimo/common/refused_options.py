@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of Megatron's that are refused wherever they are set, by reason."""
 
-from examples.mimo.common.rules import GPU, if_set, on_cpu
+from examples.mimo.common.rules import on_cpu, refused
 
 ONE_MODEL = "it knows one model on one grid, and this one has a grid for each module"
 DATA = "--data gives the samples"
@@ -89,7 +89,7 @@ NEEDS_GPU = """
     --log-device-memory-used"""
 
 FAMILIES = [
-    *(if_set(option, why) for why, names in WHEREVER_SET.items() for option in names.split()),
-    *(on_cpu(option, if_set(option, GPU).is_broken) for option in NEEDS_GPU.split()),
+    *(refused(option, why) for why, names in WHEREVER_SET.items() for option in names.split()),
+    *map(on_cpu, NEEDS_GPU.split()),
 ]
 """Rules whose options a test walks by Megatron's parser, with a value of each."""

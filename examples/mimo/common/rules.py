@@ -10,6 +10,10 @@ from examples.mimo.common.errors import UserError
 ENGINE = "it needs --transformer-impl transformer_engine"
 GPU = "it needs a GPU: --device cuda"
 ON_ENGINE = "--device cuda --transformer-impl transformer_engine"
+OTHER = "other than "
+NAMES = {"--fp8-format": "fp8", "--fp4-format": "fp4", "--use-nccl-ub": "nccl_ub"}
+NAMES |= {"--apply-layernorm-1p": "layernorm_zero_centered_gamma"}
+"""Arguments that are not named as their options."""
 
 
 class Rule(NamedTuple):
@@ -44,43 +48,42 @@ def check(run: Any, rules: Iterable[Rule]) -> None:
             raise UserError(refusal if rule.why else broken)
 
 
-def value(run: Any, option: str) -> object:
-    """Return the value of an option; None of one that Megatron has removed once it was read."""
-    return getattr(run.args, option.removeprefix("--").replace("-", "_"), None)
+def has(run: Any, options: str) -> bool:
+    """Return whether a run has options, joined by ``with``.
+
+    Each is set, or has the value after it, or after "other than" another value than that. An option
+    that Megatron has removed once it was read is None, which is no value.
+    """
+
+    def is_met(option: str) -> bool:
+        name, _, wanted = option.partition(" ")
+        argument = NAMES.get(name, name.removeprefix("--").replace("-", "_"))
+        value = getattr(run.args, argument, None)
+        if wanted.startswith(OTHER):
+            return value is not None and str(value) != wanted.removeprefix(OTHER)
+        return str(value) == wanted if wanted else bool(value)
+
+    return all(map(is_met, options.split(" with ")))
 
 
-def if_set(option: str, why: str) -> Rule:
-    """Refuse an option wherever it is set."""
-    return Rule(option, lambda r: value(r, option), why)
+def refused(options: str, why: str, cure: str = "", example: str | None = "") -> Rule:
+    """Refuse options where `has` finds them."""
+    return Rule(options, lambda r: has(r, options), why, cure, example)
 
 
-def if_set_to(text: str, why: str, cure: str = "") -> Rule:
-    """Refuse one value of an option."""
-    option, refused = text.split()
-    return Rule(text, lambda r: value(r, option) == refused, why, cure)
-
-
-def unless_set_to(option: str, taken: object, why: str, other: str) -> Rule:
-    """Refuse all values of an option but one; ``other`` is an example of them."""
-    return Rule(
-        option, lambda r: value(r, option) not in (None, taken), why, "", f"{option} {other}"
-    )
-
-
-def on_cpu(title: str, is_set: Callable[[Any], object], why: str = GPU, example: str = "") -> Rule:
+def on_cpu(options: str, why: str = GPU, example: str = "") -> Rule:
     """Refuse options on CPU ranks."""
-    return Rule(title, lambda r: r.args.device == "cpu" and is_set(r), why, "", example)
+    return Rule(options, lambda r: r.args.device == "cpu" and has(r, options), why, "", example)
 
 
-def not_local(option: str, is_set: Callable[[Any], object], example: str = "") -> Rule:
-    """Refuse an option without Transformer Engine's layers."""
-    return Rule(
-        option, lambda r: r.args.transformer_impl == "local" and is_set(r), ENGINE, "", example
-    )
+def not_local(options: str, example: str = "") -> Rule:
+    """Refuse options without Transformer Engine's layers."""
+    is_local = "--transformer-impl local"
+    return Rule(options, lambda r: has(r, f"{is_local} with {options}"), ENGINE, "", example)
 
 
-def with_graphs(option: str, is_set: Callable[[Any], object], why: str, example: str) -> Rule:
-    """Refuse an option together with CUDA graphs."""
-    title = f"--cuda-graph-impl local with {option}"
-    line = f"{ON_ENGINE} --cuda-graph-impl local {example}"
-    return Rule(title, lambda r: r.args.cuda_graph_impl == "local" and is_set(r), why, "", line)
+def with_graphs(options: str, why: str, example: str, is_set: Callable | None = None) -> Rule:
+    """Refuse options together with CUDA graphs, where `has` or a condition finds them."""
+    graphs, line = "--cuda-graph-impl local", f"{ON_ENGINE} --cuda-graph-impl local {example}"
+    is_set = is_set or (lambda r: has(r, options))
+    return Rule(f"{graphs} with {options}", lambda r: has(r, graphs) and is_set(r), why, "", line)

@@ -22,7 +22,7 @@ from examples.mimo.common.layout_rules import (
 from examples.mimo.nemotron_vlm.model.encoders import Encoder
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 
-Rule = Callable[[Layout], str | None]
+Check = Callable[[Layout], str | None]
 """Returns the first rule that a module's layout breaks, or None."""
 
 
@@ -55,7 +55,7 @@ def resolve(
             return f"vpp={layout.vpp} needs --placement {COLOCATED}"
         return language_violation(layout, for_language, preset.language, batch)
 
-    def check(name: str, layout: Layout, ranks: int, rule: Rule, fitting: str = "") -> None:
+    def check(name: str, layout: Layout, ranks: int, rule: Check, fitting: str = "") -> None:
         if broken := never_spanned(layout, ranks) or rule(layout):
             raise UserError(f"{name}: {broken}. {_nearest(layout, ranks, rule, fitting)}")
 
@@ -74,7 +74,7 @@ def resolve(
     check(f"--language {language}", language, for_language, language_rule)
     for name, layout, own, rule in checked:
 
-        def both(layout: Layout, rule: Rule = rule) -> str | None:
+        def both(layout: Layout, rule: Check = rule) -> str | None:
             return rule(layout) or pair_violation(layout, layouts)
 
         check(f"{name} with --language {language}", layout, own, both, "encoders ")
@@ -175,7 +175,7 @@ def pair_violation(encoder: Layout, layouts: Layouts) -> str | None:
     return None
 
 
-def _nearest(wanted: Layout, world_size: int, rule: Rule, what: str) -> str:
+def _nearest(wanted: Layout, world_size: int, rule: Check, what: str) -> str:
     axes = ["tp"] + [axis for axis in ("cp", "pp", "ep") if getattr(wanted, axis) > 1]
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
     tried = (

@@ -9,7 +9,7 @@ from examples.mimo.common.layout import COLOCATED, TOKEN_MULTIPLE, Batch
 from examples.mimo.common.layout_rules import main_layers
 from examples.mimo.common.megatron_rules import OF_MEGATRON
 from examples.mimo.common.refused_options import FAMILIES
-from examples.mimo.common.rules import ON_ENGINE, Rule, not_local, with_graphs
+from examples.mimo.common.rules import ON_ENGINE, Rule, has, not_local, refused, with_graphs
 from examples.mimo.nemotron_vlm.options.derived import graphs_overlap, lacking_for_flash
 from examples.mimo.nemotron_vlm.options.fp8_rules import OF_FP8
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
@@ -50,51 +50,41 @@ def _in_8_bits(run: Any) -> bool:
 
 
 OF_OWN_OPTIONS = [
-    Rule(
-        "--linear-cp-mode headwise",
-        lambda r: r.args.linear_cp_mode != "chunkwise",
+    refused(
+        "--linear-cp-mode other than chunkwise",
         "it was dropped",
         "state passing (chunkwise, the default) takes any cp",
+        "--linear-cp-mode headwise",
     ),
-    Rule(
-        "--encoder-schedule bubbles",
-        lambda r: r.args.encoder_schedule != THREE_PHASES,
+    refused(
+        f"--encoder-schedule other than {THREE_PHASES}",
         "it was dropped, as no real data could use it",
         f"leave it out, which is {THREE_PHASES}",
+        "--encoder-schedule bubbles",
     ),
     with_graphs(
-        "--pack",
-        lambda r: r.args.pack,
-        "a graph has one shape, and packed rows differ in their samples",
-        "--pack",
+        "--pack", "a graph has one shape, and packed rows differ in their samples", "--pack"
     ),
     with_graphs(
-        "--placement",
-        lambda r: r.layouts.non_colocated,
-        "it has not been shown to work",
-        "--placement non-colocated",
+        "--placement non-colocated", "it has not been shown to work", "--placement non-colocated"
     ),
     with_graphs(
-        "--freeze",
-        lambda r: r.args.freeze,
-        "a graph does not run again before its backward has",
-        "--freeze projector",
+        "--freeze", "a graph does not run again before its backward has", "--freeze projector"
     ),
     with_graphs(
         "--recompute-encoder",
-        lambda r: r.args.recompute_encoder,
         "a graph's backward keeps the activations of its forward",
         "--recompute-encoder 1",
     ),
     with_graphs(
         "--recompute-modules moe in FP8",
-        lambda r: (
-            _in_8_bits(r)
-            and r.args.recompute_granularity == "selective"
-            and "moe" in (r.args.recompute_modules or ())
-        ),
         OWN_GROUP,
         f"{FP8} --recompute-granularity selective --recompute-modules moe",
+        lambda r: (
+            _in_8_bits(r)
+            and has(r, "--recompute-granularity selective")
+            and "moe" in (r.args.recompute_modules or ())
+        ),
     ),
     Rule(
         "--recompute-granularity full with multi-token prediction in FP8",
@@ -121,7 +111,7 @@ OF_OWN_OPTIONS = [
         "+ heads) / tp to be a multiple of 8",
         example=f"{ON_ENGINE} --bf16 --pack --mamba-num-heads 12",
     ),
-    not_local("--attention-dropout", lambda r: r.args.attention_dropout, "--attention-dropout 0.1"),
+    not_local("--attention-dropout", "--attention-dropout 0.1"),
     Rule(
         "--num-layers of another number than --hybrid-layer-pattern",
         lambda r: (
@@ -139,9 +129,9 @@ OF_OWN_OPTIONS = [
     ),
     with_graphs(
         "multi-token prediction",
-        _depths,
         "no graph of its layers has been shown to work",
         f"--bf16 --data mock {MTP}",
+        _depths,
     ),
     Rule(
         "--hybrid-layer-pattern with multi-token prediction, tied embeddings and a pipeline",
@@ -164,9 +154,8 @@ OF_OWN_OPTIONS = [
         lambda r: r.args.use_distributed_optimizer and not r.args.dist_ckpt_optim_fully_reshardable,
         "an optimizer of several modules is saved so that any layout can load it, and no other way",
     ),
-    Rule(
+    refused(
         "--save-tokenizer-assets",
-        lambda r: r.args.save_tokenizer_assets,
         "no tokenizer is loaded, as the samples bring their ids",
         example=None,
     ),

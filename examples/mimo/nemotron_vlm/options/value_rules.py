@@ -60,16 +60,6 @@ def _number_violations(run: Any) -> Iterator[str]:
         yield f"--num-attention-heads {heads} must be a multiple of --num-query-groups {groups}"
 
 
-def _retain_violation(run: Any) -> str | None:
-    every, kept = run.asked.save_interval, run.asked.save_retain_interval
-    if not (run.asked.save and every and kept and kept % every):
-        return None
-    return (
-        f"--save-retain-interval {kept} must be a multiple of --save-interval {every}; "
-        f"nearest: {max(1, round(kept / every)) * every}"
-    )
-
-
 def _best_violation(run: Any) -> str | None:
     args = run.asked
     if not args.keep_best or not args.eval_interval % args.save_interval:
@@ -118,32 +108,16 @@ OF_VALUES = [
     ),
     _needs(
         "--report",
-        lambda a: a.report and not a.metrics_out,
-        "--report draws the metrics file: add --metrics-out FILE",
+        lambda a: a.report and not (a.metrics_out and a.eval_iters),
+        "--report draws the metrics file and what the model reads: add --metrics-out FILE and "
+        "--eval-iters N",
         "--report r.png --eval-iters 1",
     ),
     _needs(
-        "--report",
-        lambda a: a.report and not a.eval_iters,
-        "--report shows what the model reads: add --eval-iters N",
-        "--report r.png --metrics-out m.jsonl",
-    ),
-    _needs(
         "--wandb-project",
-        lambda a: a.wandb_project and not a.wandb_exp_name,
-        "--wandb-project needs --wandb-exp-name NAME",
+        lambda a: a.wandb_project and not (a.wandb_exp_name and (a.save or a.wandb_save_dir)),
+        "--wandb-project needs --wandb-exp-name NAME, and --wandb-save-dir DIR or --save DIR",
         "--wandb-project a",
-    ),
-    _needs(
-        "--wandb-project",
-        lambda a: a.wandb_project and not (a.save or a.wandb_save_dir),
-        "--wandb-project needs --wandb-save-dir DIR, or --save DIR",
-        "--wandb-project a --wandb-exp-name b",
-    ),
-    Rule(
-        "--save-retain-interval",
-        _retain_violation,
-        example="--save s --save-interval 300 --save-retain-interval 500",
     ),
     _needs(
         "--keep-best",

@@ -164,8 +164,6 @@ def state_of(args: Namespace, in_16_bits: bool) -> StateBytes:
 
 def machine_of(args: Namespace) -> Machine:
     """Return the machine that ``--plan-gpu`` and ``--plan-gpus-per-node`` describe."""
-    if args.plan_gpus_per_node < 1:
-        raise UserError("--plan-gpus-per-node must be 1 or more")
     return replace(find_machine(args.plan_gpu), gpus_per_node=args.plan_gpus_per_node)
 
 

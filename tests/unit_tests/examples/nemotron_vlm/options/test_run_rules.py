@@ -187,7 +187,7 @@ def test_what_megatron_sets_by_other_options_is_refused_too(monkeypatch):
         validate_args(args, _defaults)
 
     monkeypatch.setattr(run, "validate_args", validated)
-    with pytest.raises(UserError, match="^--optimizer is not taken here"):
+    with pytest.raises(UserError, match="^--optimizer other than adam is not taken"):
         Run.of([], world_size=1)
 
 
