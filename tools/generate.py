@@ -74,8 +74,7 @@ def _files(options: Namespace) -> list:
     """Read the files of all media."""
     from examples.mimo.common.errors import UserError
     from examples.mimo.nemotron_vlm.energon.conversation import VIDEO
-    from examples.mimo.nemotron_vlm.energon.encoding import File
-    from examples.mimo.nemotron_vlm.energon.records import numerically
+    from examples.mimo.nemotron_vlm.energon.records import Medium, numerically
     from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 
     found = []
@@ -85,7 +84,7 @@ def _files(options: Namespace) -> list:
             parts = [inside[name] for name in sorted(inside, key=numerically)] or [path]
             if not all(part.is_file() for part in parts):
                 raise UserError(f"{path}: no such file, or an empty folder")
-            found.append(File(kind, tuple(part.read_bytes() for part in parts)))
+            found.append(Medium(kind, tuple(part.read_bytes() for part in parts)))
     return found
 
 

@@ -19,9 +19,8 @@ from conversion.trained import ASKED, INPUTS
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import make_encoder
 from examples.mimo.nemotron_vlm.energon import conversation
-from examples.mimo.nemotron_vlm.energon.encoding import File
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation
-from examples.mimo.nemotron_vlm.energon.records import Record
+from examples.mimo.nemotron_vlm.energon.records import Medium, Record
 from examples.mimo.nemotron_vlm.model.encoders.radio.entry import Radio
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.model.presets import find_preset, nano_omni_30b_a3b
@@ -132,14 +131,14 @@ class Conversation:
         """Begin another conversation, with arguments of the chat template."""
         self._arguments, self._turns, self._media = arguments, [], []
 
-    def ask(self, question: str, files: list[File], max_tokens: int) -> str:
+    def ask(self, question: str, files: list[Medium], max_tokens: int) -> str:
         """Return the answer to a question with media, after those asked before."""
         rest = {
             kind: [file for file in files if file.kind == kind]
             for kind in conversation.PLACEHOLDERS
         }
         counts = {kind: len(given) for kind, given in rest.items()}
-        asked = conversation.Turn("user", question, (question,))
+        asked = conversation.Turn("user", (question,))
         turns = [asked, conversation.Turn("assistant", "-")]
         placed, kinds = conversation.place_media(turns, counts)
         self._media += self._encoder.read([rest[kind].pop(0) for kind in kinds])

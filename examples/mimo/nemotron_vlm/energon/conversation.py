@@ -44,17 +44,21 @@ _KINDS = {placeholder: kind for kind, placeholder in PLACEHOLDERS.items()}
 
 
 class Turn(NamedTuple):
-    """role: 'system', 'user', 'assistant' or 'tool'. text: with placeholders of media.
+    """role: 'system', 'user', 'assistant' or 'tool'. content: text with placeholders of media, or
+    its parts for a template that knows items, each a text or a placeholder.
 
-    items: parts of the text for a template that knows items, each a text or a placeholder. fields:
-    other keys of the message, such as reasoning. loss: whether it bears a loss as an answer.
+    fields: other keys of the message, such as reasoning. loss: whether an answer bears a loss.
     """
 
     role: str
-    text: str
-    items: tuple[str, ...] = ()
+    content: str | tuple[str, ...]
     fields: Mapping[str, Any] = MappingProxyType({})
     loss: bool = True
+
+    @property
+    def text(self) -> str:
+        """The whole content as text."""
+        return "".join(self.content)
 
 
 def place_media(turns: list[Turn], counts: Mapping[str, int]) -> tuple[list[Turn], list[str]]:
@@ -87,10 +91,10 @@ def place_media(turns: list[Turn], counts: Mapping[str, int]) -> tuple[list[Turn
     for turn in turns:
         if turn.role != "user" and (stray := _PLACE.search(turn.text)):
             raise BadConversation(f"{stray[0]} outside of the user's turns")
-    asked = turns[asking]
-    items = asked.items and (*filter(None, [before]), *asked.items)
-    asked = asked._replace(text=before + asked.text, items=items)
-    turns = [*turns[:asking], asked, *turns[asking + 1 :]]
+    turns, asked = [*turns], turns[asking].content
+    if before:
+        content = before + asked if isinstance(asked, str) else (before, *asked)
+        turns[asking] = turns[asking]._replace(content=content)
     return turns, [_KINDS[place] for turn in turns for place in _PLACE.findall(turn.text)]
 
 
@@ -292,9 +296,9 @@ class Chat:
 
     def _content(self, turn: Turn) -> str | list[dict[str, str]]:
         """Return a turn's content as the template takes it."""
-        if not turn.items or turn.role not in self._roles_of_items:
+        if isinstance(turn.content, str) or turn.role not in self._roles_of_items:
             return _PLACE.sub(lambda at: self._tokens.get(_KINDS[at[0]], at[0]), turn.text)
-        split = (re.split(f"({_PLACE.pattern})", item) for item in turn.items)
+        split = (re.split(f"({_PLACE.pattern})", item) for item in turn.content)
         return [
             {"type": ITEMS[_KINDS[part]]} if part in _KINDS else {"type": "text", "text": part}
             for parts in split

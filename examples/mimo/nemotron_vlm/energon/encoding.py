@@ -21,14 +21,6 @@ from examples.mimo.nemotron_vlm.energon.videos import Extent, Watching
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 
 
-class File(NamedTuple):
-    """An image, sound or clip: its kind, its files, and a clip's frames in a second if known."""
-
-    kind: str
-    data: tuple[bytes, ...]
-    fps: float = 0.0
-
-
 class Read(NamedTuple):
     """An image, sound or clip that has been decoded.
 
@@ -41,9 +33,9 @@ class Read(NamedTuple):
     made: torch.Tensor
 
 
-def read_files(raw: Mapping[str, bytes], media: Sequence[Medium]) -> list[File]:
-    """Return the files of media from those of a sample."""
-    return [File(m.kind, tuple(raw[name] for name in m.files), m.fps) for m in media]
+def read_files(raw: Mapping[str, bytes], media: Sequence[Medium]) -> list[Medium]:
+    """Return media with the content of their files, which is a sample's, in place of the names."""
+    return [each._replace(files=tuple(raw[name] for name in each.files)) for each in media]
 
 
 @dataclass(frozen=True)
@@ -151,7 +143,7 @@ class Encoder:
             repeats[ids == token] = runs[kind]
         return repeats
 
-    def read(self, files: Sequence[File]) -> list[Read]:
+    def read(self, files: Sequence[Medium]) -> list[Read]:
         """Open and decode each image, sound and clip once.
 
         Raises:
@@ -174,31 +166,31 @@ class Encoder:
         made = [each.made for each in media if each.kind in KINDS_OF[encoder]]
         return self.images.join(made) if encoder == IMAGES else made
 
-    def pictures(self, files: list[File]) -> list[torch.Tensor]:
+    def pictures(self, files: list[Medium]) -> list[torch.Tensor]:
         """Return pictures of what a sample has: images or tiles, frames and spectrograms.
 
         uint8 [3, H, W] each, of any size.
         """
         return [picture for file in files for picture in self._pictures(file)]
 
-    def _pictures(self, file: File) -> Sequence[torch.Tensor]:
+    def _pictures(self, file: Medium) -> Sequence[torch.Tensor]:
         if file.kind == SOUND:
             return [picture_of(self._read(file)[1])]
         if file.kind == VIDEO:
-            _, frames = self._watching.frames_of(file.data, file.fps)
+            _, frames = self._watching.frames_of(file.files, file.fps)
         elif isinstance(self.images, Tiling):
             return self._read(file)[1]
         else:
-            frames = [np.array(open_image(*file.data))]
+            frames = [np.array(open_image(*file.files))]
         return [torch.from_numpy(frame).permute(2, 0, 1) for frame in frames]
 
-    def _read(self, file: File) -> tuple[Extent, torch.Tensor]:
+    def _read(self, file: Medium) -> tuple[Extent, torch.Tensor]:
         if file.kind == SOUND:
-            sound = self._listening.read(*file.data)
+            sound = self._listening.read(*file.files)
             return Extent(len(sound)), sound
         if file.kind == VIDEO:
-            return self._watching.read(file.data, file.fps)
-        image = open_image(*file.data)
+            return self._watching.read(file.files, file.fps)
+        image = open_image(*file.files)
         own = self.images.own_patches(*image.size)
         return Extent(self.images.size_of(*image.size), own=own), self.images.cut(image)
 

@@ -71,10 +71,13 @@ class MediaFile(str):
 
 
 class Medium(NamedTuple):
-    """An image, sound or clip: its kind, the names of its files, and fps as `File` has it."""
+    """An image, sound or clip: its kind, its files, and a clip's frames in a second if known.
+
+    files: their names or, once they are read, their content.
+    """
 
     kind: str
-    files: tuple[str, ...]
+    files: tuple[str, ...] | tuple[bytes, ...]
     fps: float = 0.0
 
 
@@ -218,9 +221,8 @@ def _turns(entries: Any, kind: str) -> list[Turn]:
             fields["content"] = None
         if kind == "conversations" and isinstance(content, str):
             content = content.strip()
-        items = () if isinstance(content, str) else _items(content)
-        text = content if isinstance(content, str) else "".join(items)
-        turns.append(Turn(role, text, items, fields, _loss(entry, role, where)))
+        content = content if isinstance(content, str) else _items(content) or ""
+        turns.append(Turn(role, content, fields, _loss(entry, role, where)))
     return turns
 
 

@@ -13,9 +13,10 @@ import torch
 from examples.mimo.nemotron_vlm.data.sample import Question, SampleSource, Text
 from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File, read_files
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, read_files
 from examples.mimo.nemotron_vlm.energon.errors import Excluded
 from examples.mimo.nemotron_vlm.energon.images import Tiling
+from examples.mimo.nemotron_vlm.energon.records import Medium
 from examples.mimo.nemotron_vlm.energon.store import DataSet, open_split
 from examples.mimo.nemotron_vlm.energon.stream import Stream
 from examples.mimo.nemotron_vlm.energon.survey import (
@@ -133,12 +134,13 @@ class EnergonSource(SampleSource):
         with self._sample(split, number) as (dataset, index, survey):
             files = self._files(dataset, index, KINDS_OF[encoder])
             media = self._encoder.read(files)
-            extents, sums = [each.extent for each in media], [checksum(file.data) for file in files]
-            if list(zip(extents, sums, strict=True)) != survey.media_of(index, encoder):
+            pairs = zip(media, files, strict=True)
+            found = [(read.extent, checksum(file.files)) for read, file in pairs]
+            if found != survey.media_of(index, encoder):
                 raise ValueError(f"its {encoder} differ from the survey's")
             return self._encoder.inputs(media, encoder)
 
-    def _files(self, dataset: DataSet, index: int, kinds: Collection[str]) -> list[File]:
+    def _files(self, dataset: DataSet, index: int, kinds: Collection[str]) -> list[Medium]:
         """Read the media of some kinds, and no others."""
         raw = dataset.raw(index, kinds)
         media = dataset.record(raw, self._encoder.prompt).media

@@ -16,15 +16,11 @@ on the sequence length. Each data set has, beside energon's own metadata or in a
 
 import hashlib
 import json
-import multiprocessing
 import os
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import forkserver
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +190,8 @@ def make_survey(
         collate_fn=tuple,
         num_workers=workers,
         # A fork of this process would share the tokenizer's locks.
-        multiprocessing_context=_importing_once() if workers else None,
-        worker_init_fn=partial(_run, END_WITH_RANK),  # a fork server outlives a killed process
+        multiprocessing_context="spawn" if workers else None,
+        worker_init_fn=partial(_run, END_WITH_RANK),
     )
     shards = list(tqdm(loader, str(dataset.path), unit="shard", disable=None))
     rows, media, bad, digests = zip(*shards, strict=True)
@@ -215,20 +211,6 @@ def make_survey(
     _write(path.with_suffix(".json"), lambda file: file.write(text))
     _write(_media(path), lambda file: np.save(file, np.concatenate(media)))
     _write(path, lambda file: np.save(file, table))  # if it is there, the survey is complete
-
-
-def _importing_once() -> BaseContext:
-    """Return the context of processes that are forked from one that has imported this module.
-
-    Each would import it for seconds. The server is given this process's path by its environment.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    before = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    forkserver.ensure_running()
-    os.environ["PYTHONPATH"] = before
-    return context
 
 
 def _run(code: str, _worker: int) -> None:
@@ -272,7 +254,7 @@ class _Shards(Dataset):
                 asked = encoder.asked(record, extents, text)
                 rows[:, place] = GOOD, len(text.input_ids), *sizes, text_sum(raw), asked
                 media += [
-                    (KINDS.index(each.kind), *each.extent, checksum(file.data))
+                    (KINDS.index(each.kind), *each.extent, checksum(file.files))
                     for each, file in zip(decoded, files, strict=True)
                 ]
             except (KeyboardInterrupt, SystemExit, MissingPackage):

@@ -16,9 +16,10 @@ import pytest
 from examples.mimo.nemotron_vlm.energon import images
 from examples.mimo.nemotron_vlm.energon.__main__ import main
 from examples.mimo.nemotron_vlm.energon.conversation import VIDEO, Chat
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.errors import BadClip, BadImage, BadSound
 from examples.mimo.nemotron_vlm.energon.images import Resizing
+from examples.mimo.nemotron_vlm.energon.records import Medium
 from examples.mimo.nemotron_vlm.energon.store import open_split
 from examples.mimo.nemotron_vlm.energon.survey import STATES, load_survey, make_survey
 from examples.mimo.nemotron_vlm.energon.videos import Watching
@@ -103,7 +104,7 @@ def test_a_damaged_file_is_read_or_refused_in_a_line(name):
     for data in fuzz(name):
         given = (WHOLE[name][0], data) if name == "frames" else (data,)
         try:
-            (read,) = READER.read([File(kind, given, 2.0)])
+            (read,) = READER.read([Medium(kind, given, 2.0)])
         except ERRORS[kind] as error:
             assert len(str(error).splitlines()) == 1 and str(error).isprintable()
             refused += 1
@@ -208,12 +209,12 @@ def test_a_survey_counts_what_a_library_raises(
 def test_strips_images_without_area_and_clips_of_unknown_speed_are_named(monkeypatch):
     resizing = Resizing(replace(GRIDS, max_patches=10**6))
     with pytest.raises(BadImage, match="image 1: 4 × 200000 pixels are too long a strip"):
-        Encoder(None, resizing, 1).read([File(IMAGES, (image(4, 200000),))])
+        Encoder(None, resizing, 1).read([Medium(IMAGES, (image(4, 200000),))])
     with pytest.raises(BadClip, match='needs "fps" in its json'):
         Watching(CLIPS, fps=2.0).read((PNG, PNG), 0.0)
     monkeypatch.setattr(images.Image, "open", lambda *_, **__: images.Image.new("RGB", (0, 7)))
     with pytest.raises(BadImage, match="image 1: 0 × 7 pixels"):
-        READER.read([File(IMAGES, (b"",))])
+        READER.read([Medium(IMAGES, (b"",))])
 
 
 @pytest.mark.parametrize("package", ["soundfile", "soxr"])

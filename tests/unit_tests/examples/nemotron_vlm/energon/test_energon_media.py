@@ -27,9 +27,10 @@ from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import
 from transformers.video_utils import load_video
 
 from examples.mimo.nemotron_vlm.energon.conversation import VIDEO
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.errors import MissingPackage
 from examples.mimo.nemotron_vlm.energon.images import Tiling, open_image
+from examples.mimo.nemotron_vlm.energon.records import Medium
 from examples.mimo.nemotron_vlm.energon.videos import Watching
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b
@@ -55,15 +56,15 @@ def check_image(path: Path, wanted: np.ndarray) -> None:
     data = path.read_bytes()
     assert np.array_equal(np.array(open_image(data)), wanted)
     pixels = torch.from_numpy(wanted).permute(2, 0, 1)
-    (whole,) = READER.read([File(IMAGES, (data,))])
+    (whole,) = READER.read([Medium(IMAGES, (data,))])
     assert whole.extent.size == GRIDS.size_of(*pixels.shape[1:])
     assert whole.made.equal(GRIDS.cut(pixels))
     tiling = Tiling(16)
-    (tiles,) = Encoder(None, tiling, 4).read([File(IMAGES, (data,))])
+    (tiles,) = Encoder(None, tiling, 4).read([Medium(IMAGES, (data,))])
     assert tiles.made.equal(tiling.cut(Image.fromarray(wanted)))
     assert len(tiles.made) == tiling.size_of(*pixels.shape[:0:-1])
-    assert READER.pictures([File(IMAGES, (data,))])[0].equal(pixels)
-    for frame in READER.pictures([File(VIDEO, (data, data))]):
+    assert READER.pictures([Medium(IMAGES, (data,))])[0].equal(pixels)
+    for frame in READER.pictures([Medium(VIDEO, (data, data))]):
         assert frame.equal(pixels)
 
 
@@ -123,7 +124,7 @@ def clip(clockwise: str, path: Path) -> None:
 def heard(path: Path) -> None:
     """Check samples and features of a sound."""
     theirs = load_audio(str(path), sampling_rate=16000, backend="soundfile")
-    (found,) = READER.read([File(SOUND, (path.read_bytes(),))])
+    (found,) = READER.read([Medium(SOUND, (path.read_bytes(),))])
     assert np.array_equal(found.made.numpy(), theirs)
     published = nano_omni_30b_a3b().with_images_of_any_size().encoders[1]
     extractor = ParakeetFeatureExtractor(published.num_mel_bins, 16000)
