@@ -43,9 +43,14 @@ def resolve(
         UserError: a rule is broken; the message names the numbers, the rule, and the nearest
             layouts that would work.
     """
-    *ranks, for_language = ranks_of_modules(encoders, language, world_size, placement)
-    if for_language < 1 or min(ranks) < 1:
-        raise UserError(_none_left(encoders, language, world_size))
+    *ranks, for_language = taken = ranks_of_modules(encoders, language, world_size, placement)
+    if min(taken) < 1:
+        modules = zip(taken, (*preset.names, "language"), strict=True)
+        shares = " and ".join(f"{count} for {name}" for count, name in modules)
+        raise UserError(
+            f"--placement {NON_COLOCATED}: the layouts leave {shares} of {world_size} ranks; each "
+            "module needs one or more"
+        )
     layouts = derive(encoders, language, batch, world_size, placement)
     language = layouts.language
     apart = layouts.non_colocated
@@ -109,27 +114,11 @@ def ranks_of_modules(
     modules = [*encoders, language]
     if placement == COLOCATED:
         return [world_size] * len(modules)
-    rest = _takes_the_rest(modules)
+    last = len(modules) - 1
+    rest = max((n for n, each in enumerate(modules) if not each.dp), default=last)
     taken = [each.tp * each.cp * each.pp * (each.dp or 1) for each in modules]
     taken[rest] = world_size - (sum(taken) - taken[rest])
     return taken
-
-
-def _takes_the_rest(modules: Sequence[Layout]) -> int:
-    """Return which module takes the ranks that others leave."""
-    return max((n for n, each in enumerate(modules) if not each.dp), default=len(modules) - 1)
-
-
-def _none_left(encoders: Sequence[Layout], language: Layout, world_size: int) -> str:
-    modules = [*encoders, language]
-    rest = _takes_the_rest(modules)
-    ranks = ranks_of_modules(encoders, language, world_size, NON_COLOCATED)
-    last = rest == len(encoders)
-    name = "--encoder" if last else "--language" if len(modules) == 2 else "the others"
-    return (
-        f"--placement {NON_COLOCATED}: {name} takes {world_size - ranks[rest]} of {world_size} "
-        f"ranks and leaves none for the {'language model' if last else 'encoder'}"
-    )
 
 
 def _derive(layout: Layout, world_size: int) -> Layout:

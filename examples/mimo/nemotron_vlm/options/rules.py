@@ -237,13 +237,9 @@ def _evaluation_violation(run: Any) -> str | None:
 
 OF_LAYOUTS = [
     Rule("--encoder, --language", _layout_violation, example="--global-batch-size 30"),
-    Rule(
-        "--recompute-encoder",
-        lambda r: (
-            r.layouts.non_colocated
-            and r.args.recompute_encoder
-            and f"--recompute-encoder needs --placement {COLOCATED}"
-        ),
+    refused(
+        "--recompute-encoder with --placement non-colocated",
+        "only a schedule of colocated modules runs encoders again",
         example="--placement non-colocated --recompute-encoder 2",
     ),
     Rule(

@@ -58,8 +58,8 @@ class TestRules:
             ("tp=1", "dp=3", 3, "global batch 32 must be a multiple of micro batch × dp"),
             ("tp=1", "cp=32", 32, "sequence length 32 must be a multiple of 64"),
             # modules with ranks of their own
-            ("dp=8", "tp=1", 0, "--encoder takes 8 of 8 ranks and leaves none for the language"),
-            ("tp=1", "dp=8", 0, "--language takes 8 of 8 ranks and leaves none for the encoder"),
+            ("dp=8", "tp=1", 0, "leave 8 for images and 0 for language of 8 ranks; each"),
+            ("tp=1", "dp=8", 0, "leave 0 for images and 8 for language of 8 ranks; each"),
             ("dp=2", "dp=4", 0, "= 4 must equal the 6 ranks"),
             ("pp=4,dp=1", "dp=4", 0, "pp=4 must divide the 2 layers"),
             ("cp=2", "dp=4", 0, "takes tp and dp only (and pp with --placement non-colocated)"),
