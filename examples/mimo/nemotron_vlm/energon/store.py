@@ -49,6 +49,9 @@ from megatron.energon.metadataset.loader_interface import DatasetBlendMode, Load
 OPEN_SHARDS = 16
 """Shards of a data set that a process keeps open."""
 
+KEPT_TEXTS = 512
+"""Samples of a data set whose texts a process keeps: its media may be read after them."""
+
 PAUSES_S = (1, 2, 4, 8, 16, 32)
 """Seconds to wait before each new try to read a shard that the file system refuses."""
 
@@ -100,6 +103,8 @@ class DataSet:
         self._factory, self._place = factory, place
         self._unread: dict[str, bytes] = {}
         self._kinds: Collection[str] | None = None
+        self._texts: dict[int, dict[str, Any]] = {}
+        self._has_text = False
         self._given_up: set[str] = set()
         self._open()
         after_in_child_fork_hook(self._open)
@@ -124,7 +129,9 @@ class DataSet:
         if not self._factory.part_filter(file):
             return False
         kind = kind_of(file)
-        if None in (kind, self._kinds) or kind in self._kinds:
+        if kind is None:
+            return not self._has_text
+        if self._kinds is None or kind in self._kinds:
             return True
         self._unread[file] = b""
         return False
@@ -169,7 +176,10 @@ class DataSet:
                 time.sleep(pause)
 
     def _read(self, index: int, kinds: Collection[str] | None) -> dict[str, Any]:
-        self._unread, self._kinds = {}, kinds
+        text = self._texts.get(index, {})
+        if text and kinds is not None and not kinds:
+            return text
+        self._unread, self._kinds, self._has_text = {}, kinds, bool(text)
         try:
             raw = self._reader[index]
         except Exception as error:  # from tarfile, the file system or energon itself
@@ -183,7 +193,12 @@ class DataSet:
             shard.members.clear()  # a tarfile remembers all that it ever read
         if raw is None:
             raise Excluded(Excluded.kind)
-        return raw | self._unread
+        whole = text | raw | self._unread
+        if kinds is not None:
+            self._texts[index] = {n: b"" if kind_of(n) else whole[n] for n in whole}
+        if len(self._texts) > KEPT_TEXTS:
+            del self._texts[next(iter(self._texts))]
+        return whole
 
     def record(self, raw: dict[str, Any], prompt: str) -> Record:
         """Return the conversation in what `raw` returned: decoded, with its fields mapped.
