@@ -30,7 +30,7 @@ WORST_FIRST = ("hung", "failed", "passed", "skipped")
 Test = tuple[int, str]  # number of ranks, node id
 
 
-def selected(tree: Path, worlds: list[int], only: str) -> list[tuple[int, str]]:
+def selected(tree: Path, worlds: list[int], only: str) -> list[Test]:
     """Return the numbers of ranks and test files, relative to the tree, that are to run."""
     files = set()
     for path in (path for pattern in SELECTION["paths"] for path in (tree / TESTS).glob(pattern)):
@@ -41,8 +41,8 @@ def selected(tree: Path, worlds: list[int], only: str) -> list[tuple[int, str]]:
     return [(n, f"{TESTS}/{name}") for n in worlds for name in names if n == 1 or name not in alone]
 
 
-def outcomes(tree: Path, jobs: list[tuple[int, str]]) -> dict[Test, tuple[str, str]]:
-    """Run the tests in a tree; return their outcomes, with the reason for a failure.
+def outcomes(tree: Path, jobs: list[Test]) -> dict[Test, tuple[str, str]]:
+    """Run tests, or all of a file, in a tree; return outcomes, with the reason for a failure.
 
     A test passes if it passes on every rank that does not skip it.
     """
@@ -57,11 +57,10 @@ def outcomes(tree: Path, jobs: list[tuple[int, str]]) -> dict[Test, tuple[str, s
         how = {"cwd": tree, "env": kept, "stdout": log, "stderr": log, "text": True}
         subprocess.run(command, input="\n".join(lines), **how)
     found = {}
-    for size, file in jobs:
-        record, ranks = records / f"{size}-{file.replace('/', '-')}.jsonl", {}
-        lines = record.read_text().splitlines() if record.exists() else [[0, file, "hung", "start"]]
-        for line in lines:
-            rank, test, *outcome = json.loads(line) if isinstance(line, str) else line
+    for number, (size, file) in enumerate(jobs):
+        record, ranks = records / f"{number}.jsonl", {}
+        lines = record.read_text().splitlines() if record.exists() else []
+        for rank, test, *outcome in map(json.loads, lines or [json.dumps([0, file, "hung", ""])]):
             ranks.setdefault(test, {})[rank] = outcome
         for test, each in ranks.items():
             worst = min(each.values(), key=lambda one: WORST_FIRST.index(one[0]))
@@ -100,8 +99,7 @@ def run(options: argparse.Namespace) -> int:
             counts = Counter(outcome for (size, _), (outcome, _) in found.items() if size == world)
             print(f"{name}, {world} ranks: " + ", ".join(f"{n} {x}" for x, n in counts.items()))
     missing = passing(before) - passing(after)
-    # They run once more, as the machine may have been busy.
-    again = outcomes(applied, sorted({(size, test.split("::")[0]) for size, test in missing}))
+    again = outcomes(applied, sorted(missing))  # as the machine may have been busy
     for test in sorted(missing):
         what = "passed again" if test in passing(again) else "LOST"
         print(f"{what}: {test[0]} ranks, {test[1]}:", *after.get(test, ("gone",)))

@@ -1,7 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
 """Runs upstream's tests in the tree that is the working directory, on forked ranks:
-``in_tree.py STAND_INS OVERLAY RECORDS`` reads a number of ranks and a file from each line of stdin.
+``in_tree.py STAND_INS OVERLAY RECORDS`` reads a number of ranks and a file from each line of stdin,
+then tests of it that are left out.
 """
 
 import functools
@@ -103,9 +104,9 @@ def main(stand_ins: str, overlay: Path, records: Path) -> None:
     import megatron.training  # noqa: F401  the ranks share what is imported
     import tests.unit_tests.test_utilities  # noqa: F401
 
-    for line in sys.stdin:
+    for number, line in enumerate(sys.stdin):
         size, file, *done = line.rstrip().split("\t")
-        record, tried = records / f"{size}-{file.replace('/', '-')}.jsonl", None
+        record, tried = records / f"{number}.jsonl", None
         while run_ranks(int(size), run_file, file, done, record) and tried != done:
             # A rank has ended in a test, which counts as hung; the tests after it run now.
             begun = record.read_text().splitlines() if record.exists() else []
