@@ -43,8 +43,8 @@ def nearest(name: str, known: Mapping[str, argparse.Action]) -> str:
     taken = {each[2:]: each[2:] for each, a in known.items() if a.help != argparse.SUPPRESS}
     taken |= {other: here for other, here in ELSEWHERE.items() if here in taken}
     likely = [plain] if plain in taken else difflib.get_close_matches(plain, taken, cutoff=0.6)
-    found = [taken[each] for each in likely if not plain.startswith("lora-") or each == plain]
-    found = [f"--{each}" if name[0] == "-" else each for each in dict.fromkeys(found)]
+    found = dict.fromkeys(taken[each] for each in likely)
+    found = [f"--{each}" if name[0] == "-" else each for each in found]
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 

@@ -7,6 +7,8 @@ from typing import ClassVar
 
 import torch
 
+from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks
+from examples.mimo.nemotron_vlm.loop.checkpoint_loading import note_base
 from examples.mimo.nemotron_vlm.model.model import build_vlm, initial_draws
 from examples.mimo.nemotron_vlm.model.part_settings import freeze
 from examples.mimo.nemotron_vlm.options.run import Run
@@ -51,11 +53,19 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
         args = run.args
         prepare_process(modules, args)
         stages = [stage.cuda(torch.cuda.current_device()) for stage in self._build()]
+        if run.adapters:
+            words = on_all_ranks(lambda: [word for stage in stages for word in stage.words])[0]
+            run.adapters.check(set().union(*words))
         own = initial_draws(run.preset)
         for stage in stages:
             initialize_weights(stage, args.seed, args.language_std, own)
         stages = compose_hooks(self._model_config.pre_wrap_hooks)(stages)
         freeze(stages, run.parts.frozen)
+        if run.adapters:
+            for stage in stages:
+                stage.save_trained(run.parts.frozen)
+            if not (args.load or args.pretrained_checkpoint):  # else the base comes later
+                note_base(args, stages)
         if not wrap_with_ddp:
             for stage in stages:
                 stage.requires_grad_(False)  # wrapped, so names stay, but without buffers
@@ -65,4 +75,4 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
     def _build(self) -> list[MimoModel]:
         run, modules = self._model_config._run, self._model_config._modules
         parts = run.args, run.preset, run.configs, modules, run.schedule
-        return build_vlm(*parts, run.parts.overrides)
+        return build_vlm(*parts, run.parts.overrides, run.adapters)

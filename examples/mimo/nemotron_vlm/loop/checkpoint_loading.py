@@ -20,8 +20,17 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import option_of
 from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks
 from examples.mimo.nemotron_vlm.loop.checkpoint_saving import Saves
-from examples.mimo.nemotron_vlm.loop.resume_rules import check_resume, check_vocabulary
+from examples.mimo.nemotron_vlm.loop.resume_rules import (
+    check_adapters,
+    check_resume,
+    check_vocabulary,
+)
 from examples.mimo.nemotron_vlm.loop.terminal import LAYOUT, beginning, changes, goes_on, say
+from examples.mimo.nemotron_vlm.model.adapters import (
+    AdaptedModel,
+    base_and_counts,
+    loading_base,
+)
 from examples.mimo.nemotron_vlm.options.value_rules import saves_into
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingException
@@ -78,7 +87,12 @@ def _load(
     *arguments,
     **named,
 ) -> tuple[int, int]:
-    """Load the checkpoint that the run goes on from."""
+    """Load the checkpoint that the run goes on from; with LoRA, first the base."""
+    if args.lora_dim:
+        _load_base(load, args, saves, model, optimizer, scheduler, *arguments, **named)
+        named["strict"] = False  # the base is there
+        if not args.load or _text_of(_tracker(args.load)) is None:
+            return 0, 0
     directory, saved = newest(args), None
     before = args.no_load_rng, args.verify_integrity, args.override_opt_param_scheduler
     # The scheduler knows this option. Upstream's main would give all modules --lr for it, and count
@@ -104,6 +118,7 @@ def _load(
                 args.verify_integrity = False
             saved = load_common_state_dict(directory).get("args")
             check_vocabulary(args, saved, directory)
+            check_adapters(args, saved, directory)
             if goes_on(args, directory):
                 check_resume(args, saved)
             if changes(args, saved, LAYOUT):
@@ -120,6 +135,32 @@ def _load(
         raise _refusal(args, directory, error) from error
     finally:
         args.no_load_rng, args.verify_integrity, args.override_opt_param_scheduler = before
+
+
+def _load_base(
+    load: Callable, args: Namespace, saves: Saves, stages: list[AdaptedModel], *rest, **named
+) -> None:
+    """Load the weights below adapters; without ``--pretrained-checkpoint``, the initial ones stay.
+    Collective."""
+    if args.pretrained_checkpoint:
+        alone = {"load": None, "lora_dim": 0, "finetune": args.finetune, "ckpt_step": None}
+        with replaced(args, **alone), loading_base(stages):
+            _load(load, args, saves, stages, *rest, **named, strict=False)
+    note_base(args, stages)
+
+
+def note_base(args: Namespace, stages: list[AdaptedModel]) -> None:
+    """Note the checksum of the weights below adapters, for checkpoints, and say what is trained.
+    Collective."""
+    args.lora_base, counts = base_and_counts(stages)
+    parts = sorted({part for part, _ in counts})
+    kinds = "adapted", "trained", "frozen"
+    lines = (
+        f"{' '.join(filter(None, part))}: "
+        + ", ".join(f"{counts[part, kind]:,} {kind}" for kind in kinds if (part, kind) in counts)
+        for part in parts
+    )
+    say(f"LoRA, parameters of each part: {'; '.join(lines)}", args)
 
 
 def _refusal(

@@ -92,12 +92,17 @@ def _parameters(options: Run) -> str:
     """Return a table of parameters by part, in total and active per token (top-k experts)."""
     sizes, counts = options.preset.language, defaultdict(Counter)
     with params.stages_on_meta(options, 0) as stages:
-        for place, numbers in params.by_place(stages).items():
+        if options.adapters:
+            options.adapters.check({word for stage in stages for word in stage.words})
+        held = [*params.by_place(stages).items()]
+        added = [*params.by_place(stages, of_adapters=True).items()]
+        for number, (place, numbers) in enumerate(held + added):
             parts = ["language model", f"language: {KINDS.get(place, place)}"]
             if isinstance(place, tuple):
                 part = params.PROJECTOR if place[1] == params.PROJECTOR else "encoder"
                 parts = [f"{place[0]} {part}" if options.preset.names[1:] else part]
             share = sizes.moe_router_topk / sizes.num_experts if place == params.EXPERT else 1.0
+            parts = ["LoRA adapters"] if number >= len(held) else parts
             for part in (*parts, "all"):
                 counts[part].update(total=sum(numbers), active=sum(numbers) * share)
     ordered = sorted(counts, key=lambda part: (part == "all", part == "language model", part))

@@ -63,6 +63,10 @@ OF_PARTS = ("encoder_lr", "projector_lr", "encoder_weight_decay", "projector_wei
 """Arguments that give parts parameter groups of their own, each with its rates."""
 
 
+LORA = ("lora_dim", "lora_alpha", "lora_rs", "lora_target_modules", "train_parts")
+"""Arguments that decide what adapters are."""
+
+
 def check_resume(args: Namespace, saved: Namespace | None) -> None:
     """Check that a run can go on where the saved run stood.
 
@@ -107,6 +111,32 @@ def check_resume(args: Namespace, saved: Namespace | None) -> None:
             f"--load {args.load}: {', '.join(sorted(untrained))} was frozen in that run, and "
             "has no optimizer state; freeze it, or give --finetune, which takes the weights and "
             "begins anew"
+        )
+
+
+def check_adapters(args: Namespace, saved: Namespace | None, directory: str) -> None:
+    """Check that a checkpoint has what this run's model lacks: a whole model, or its adapters.
+
+    Raises:
+        UserError: it has the other, or adapters of another form or another base.
+    """
+    has, wants = getattr(saved, "lora_dim", 0), args.lora_dim
+    if wants and not has:
+        raise UserError(
+            f"{directory} has a whole model: give it as --pretrained-checkpoint; --load takes "
+            "the adapters of a run with --lora-dim"
+        )
+    if has and not wants:
+        raise UserError(
+            f"{directory} has adapters alone, which go on with --lora-dim {has} and the base as "
+            "--pretrained-checkpoint"
+        )
+    if has and (others := changes(args, saved, LORA)):
+        raise UserError(f"{directory} has other adapters ({others}); give what was given then")
+    if has and saved.lora_base != args.lora_base:
+        raise UserError(
+            f"{directory} has adapters of another base: its checksum is {saved.lora_base}, that of "
+            f"--pretrained-checkpoint {args.pretrained_checkpoint} is {args.lora_base}"
         )
 
 

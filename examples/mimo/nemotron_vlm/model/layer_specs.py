@@ -20,13 +20,19 @@ class LayerSpecs:
     hybrid_stack: ModuleSpec
 
 
-def layer_specs(transformer_impl: str, has_flash4: bool = False) -> LayerSpecs:
+def layer_specs(
+    transformer_impl: str, has_flash4: bool = False, has_own_experts: bool = False
+) -> LayerSpecs:
     """Return the specs for 'local' (Megatron's own layers) or Transformer Engine (on GPUs).
 
     Args:
         has_flash4: whether flash-attn-4 computes the attention of packed images.
+        has_own_experts: whether routed experts are Megatron's own also with Transformer Engine,
+            whose grouped layers take no adapters.
     """
-    return _local() if transformer_impl == "local" else _transformer_engine(has_flash4)
+    if transformer_impl == "local":
+        return _local()
+    return _transformer_engine(has_flash4, has_own_experts)
 
 
 def _local() -> LayerSpecs:
@@ -43,7 +49,7 @@ def _local() -> LayerSpecs:
     )
 
 
-def _transformer_engine(has_flash4: bool) -> LayerSpecs:
+def _transformer_engine(has_flash4: bool, has_own_experts: bool) -> LayerSpecs:
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
         TEDotProductAttention,
@@ -51,6 +57,7 @@ def _transformer_engine(has_flash4: bool) -> LayerSpecs:
         TENorm,
         TERowParallelLinear,
     )
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
     from megatron.core.models.vision.vit_layer_specs import (
         get_vit_layer_with_transformer_engine_spec,
@@ -85,7 +92,12 @@ def _transformer_engine(has_flash4: bool) -> LayerSpecs:
     mixer = replace(gdn.submodules.self_attention, module=SiluGatedDeltaNet)
     gdn = replace(gdn, submodules=replace(gdn.submodules, self_attention=mixer))
     moe = layers.moe_layer
-    experts = with_grouped_experts(with_layout_free_router(moe.submodules.mlp))
+    builder = moe.submodules.mlp
+    if has_own_experts:
+        own = get_moe_module_spec(use_te=False, num_experts=1).keywords["submodules"].experts
+        parts = replace(builder.keywords["submodules"], experts=own)
+        builder = partial(builder.func, submodules=parts)
+    experts = with_grouped_experts(with_layout_free_router(builder))
     moe = replace(moe, submodules=replace(moe.submodules, mlp=experts))
     return LayerSpecs(
         vit_layer=replace(

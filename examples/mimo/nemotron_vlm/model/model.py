@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Layout, Layouts
+from examples.mimo.nemotron_vlm.model.adapters import AdaptedModel, Adapters
 from examples.mimo.nemotron_vlm.model.encoders.entry import Configs
 from examples.mimo.nemotron_vlm.model.language_loss import (
     HybridModelWithLossKernel,
@@ -199,17 +200,21 @@ def build_vlm(
     modules: Modules,
     schedule: EncoderSchedule | None = None,
     overrides: dict[str, dict[ParamKey, ParamGroupOverride]] | None = None,
+    adapters: Adapters | None = None,
 ) -> list[MimoModel]:
     """Build the bare model on this rank; its weights are not initialized.
 
     Args:
         schedule: when colocated modules encode; the default is that of no options.
         overrides: settings of single parameters of each module, for the optimizer.
+        adapters: those of LoRA.
 
     Returns:
-        One MimoModel for each virtual pipeline stage; the first holds the encoders.
+        One MimoModel for each virtual pipeline stage, an AdaptedModel if it has adapters; the first
+        holds the encoders.
     """
-    specs = layer_specs(args.transformer_impl, args.encoder_attention == "flash4")
+    flash4 = args.encoder_attention == "flash4"
+    specs = layer_specs(args.transformer_impl, flash4, has_own_experts=adapters is not None)
     language = modules[LANGUAGE].groups
     encoders = {
         each.name: each.spec(own, specs, modules[each.name].groups)
@@ -227,7 +232,7 @@ def build_vlm(
             encoder_schedule=schedule or EncoderSchedule(),
             optimizer_overrides=overrides,
         )
-        stage = MimoModel(config)
+        stage = AdaptedModel(config, adapters) if adapters else MimoModel(config)
         leave_out_padding(stage.language_model, args.vocab_size)
         stage.model_type = ModelType.encoder_or_decoder
         stage.vp_stage = vp_stage

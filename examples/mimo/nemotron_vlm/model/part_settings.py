@@ -16,6 +16,7 @@ from examples.mimo.common.layout import option_of
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+from megatron.core.transformer.lora import is_adapter
 from megatron.core.transformer.moe.frozen_routers import freeze_routers
 
 NAMES = {"encoder": "*encoders.*", "projector": "*input_projections.*"}
@@ -48,14 +49,17 @@ def part_settings(args: Namespace, names: list[str]) -> PartSettings:
         UserError: there is no such part, nothing is left to train, or a rate is no number of 0 or
             more.
     """
-    settings = PartSettings(_frozen(args.freeze, names))
+    settings, adapted = PartSettings(_frozen(args, names)), adapted_parts(args, names)
     for part, kind in itertools.product(NAMES, ("lr", "weight_decay")):
         argument = f"{part}_{kind}"
         option = option_of(argument)
         for name, text in by_encoder(option, getattr(args, argument), names).items():
             value = _rate(option, text)
-            if (name, part) in settings.frozen:
-                raise UserError(f"{option} does nothing with --freeze {args.freeze}")
+            if (name, part) in settings.frozen - adapted:
+                cause = (
+                    f"--lora-dim {args.lora_dim}" if args.lora_dim else f"--freeze {args.freeze}"
+                )
+                raise UserError(f"{option} does nothing with {cause}")
             of_module = settings.overrides.setdefault(name, {})
             override = of_module.setdefault(ParamKey(name=NAMES[part]), {})
             if kind == "lr":
@@ -66,9 +70,29 @@ def part_settings(args: Namespace, names: list[str]) -> PartSettings:
     return settings
 
 
-def _frozen(freeze: str, names: list[str]) -> frozenset[ModelPart]:
+def adapted_parts(args: Namespace, names: list[str]) -> frozenset[ModelPart]:
+    """Return the parts in which ``--lora-target-modules`` looks for layers, with LoRA.
+
+    Raises:
+        UserError: a word names no encoder of the model.
+    """
+    words = args.lora_target_modules.split(",") if args.lora_dim else ()
+    modules = {word.rpartition(":")[0] for word in words} - {""}
+    if unknown := modules - {*names}:
+        known = ", ".join(f"{name}:" for name in names)
+        raise UserError(
+            f"--lora-target-modules {unknown.pop()}: no such encoder; choose from {known}, or "
+            "leave it out for the language model"
+        )
+    own = {LANGUAGE} if any(":" not in word for word in words) else set()
+    return frozenset({(module, "encoder") for module in modules} | own)
+
+
+def _frozen(args: Namespace, names: list[str]) -> frozenset[ModelPart]:
     every = [*itertools.product(names, NAMES), LANGUAGE]
-    frozen = parts_named("--freeze", freeze, every)
+    if args.lora_dim:
+        return frozenset(every) - parts_named("--train-parts", args.train_parts, every)
+    frozen = parts_named("--freeze", args.freeze, every)
     if frozen == {*every}:
         raise UserError("--freeze leaves nothing to train; leave out one of its parts")
     return frozen
@@ -132,10 +156,11 @@ def part_of(name: str) -> ModelPart:
 
 
 def freeze(stages: list[MimoModel], parts: Collection[ModelPart]) -> None:
-    """Freeze the parameters of ``parts``; call it before DDP wraps the modules."""
+    """Freeze the parameters of ``parts``, but not their adapters; call it before DDP wraps the
+    modules."""
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            if part_of(name) in parts:
+            if part_of(name) in parts and not is_adapter(name):
                 parameter.requires_grad_(False)
         if LANGUAGE in parts:
             freeze_routers(stage)

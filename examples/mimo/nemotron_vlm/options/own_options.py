@@ -58,6 +58,21 @@ class OwnOptions(ReadingOptions):
     freeze: str = ""
     """comma-separated parts that are not trained: encoder, projector, language; the first two are
     those of all encoders, or with NAME: before them of one"""
+    lora_dim: int = 0
+    """rank of LoRA adapters, which are trained in place of the weights; 0 for none"""
+    lora_alpha: float = 32.0
+    """adapters' outputs are multiplied by this over --lora-dim"""
+    lora_rs: bool = False
+    """adapters' outputs are multiplied by --lora-alpha over the square root of --lora-dim"""
+    lora_dropout: float = 0.0
+    """chance that an adapter drops an element of its input"""
+    lora_target_modules: str = "all-linear"
+    """comma-separated layers that have adapters: all-linear, or patterns of the end of layers'
+    names, such as linear_qkv or experts.linear_fc1; of the language model, or with NAME: before
+    them of an encoder"""
+    train_parts: str = ""
+    """comma-separated parts, as --freeze takes them, that are trained beside --lora-dim's adapters;
+    all others are frozen"""
     fp8_parts: str = ""
     """comma-separated parts that --fp8-format is for: encoder, language, or NAME:encoder for one of
     several; default: all that have layers of Transformer Engine; projectors stay in bf16"""
@@ -110,6 +125,8 @@ HELP = """Train a Nemotron VLM with Megatron's own loop, each module in its own 
 
 model       --model NAME  --freeze PARTS  --fp8-parts PARTS  --dynamic-resolution
             --dynamic-resolution-min-patches N  --dynamic-resolution-max-patches N
+adapters    --lora-dim N  --lora-alpha N  --lora-rs  --lora-dropout P
+            --lora-target-modules WORDS  --train-parts PARTS
 layout      --encoder LAYOUT  --language LAYOUT|planned  --placement colocated|non-colocated
             --encoder-tp N  --encoder-dp N  --encoder-pp N
 speed       --device cpu|cuda  --encoder-macro-batch N  --recompute-encoder N

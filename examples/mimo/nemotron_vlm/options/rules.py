@@ -18,6 +18,9 @@ from examples.mimo.nemotron_vlm.options.value_rules import OF_VALUES
 from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
 
 OWN_GROUP = "Megatron would recompute these layers in a TP group of its own, which is not made"
+ADAPTER_OPTIONS = (
+    "--lora-alpha --lora-dropout --lora-rs --lora-target-modules --train-parts".split()
+)
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 MTP = "--hybrid-layer-pattern MEM*/E*"
 
@@ -49,6 +52,11 @@ def _in_8_bits(run: Any) -> bool:
     return bool(run.args.fp4 or (run.args.fp8 and (parts == [""] or "language" in parts)))
 
 
+def _is_unproven_with_adapters(args: Any) -> bool:
+    has_graphs = args.cuda_graph_impl != "none"
+    return bool(has_graphs or args.fp8 or args.fp4 or args.moe_shared_expert_overlap)
+
+
 OF_OWN_OPTIONS = [
     refused(
         "--linear-cp-mode other than chunkwise",
@@ -70,6 +78,26 @@ OF_OWN_OPTIONS = [
     ),
     with_graphs(
         "--freeze", "a graph does not run again before its backward has", "--freeze projector"
+    ),
+    Rule(
+        "--lora-dim with CUDA graphs, --fp8-format or --moe-shared-expert-overlap",
+        lambda r: r.args.lora_dim and _is_unproven_with_adapters(r.args),
+        "it has not been shown to work",
+        example=f"{ON_ENGINE} {FP8} --lora-dim 8",
+    ),
+    Rule(
+        "--lora-dim with --freeze",
+        lambda r: r.args.lora_dim and r.args.freeze,
+        "all weights but adapters are frozen",
+        "--train-parts names the parts that are trained, too",
+        "--lora-dim 8 --freeze encoder",
+    ),
+    Rule(
+        "--lora-alpha or another option of adapters without --lora-dim",
+        lambda r: not r.args.lora_dim and {*ADAPTER_OPTIONS} & r.line.given,
+        "it would do nothing",
+        "add --lora-dim N",
+        "--lora-alpha 16",
     ),
     with_graphs(
         "--recompute-encoder",

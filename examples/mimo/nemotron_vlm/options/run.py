@@ -14,6 +14,7 @@ from examples.mimo.common.layout import SIZES, Batch, Layout, Layouts, asked_lay
 from examples.mimo.common.layout_rules import staged_pattern
 from examples.mimo.common.rules import check
 from examples.mimo.nemotron_vlm.data import SampleSource, fingerprint, have_equal_images
+from examples.mimo.nemotron_vlm.model.adapters import Adapters
 from examples.mimo.nemotron_vlm.model.model import VLMConfigs, make_configs
 from examples.mimo.nemotron_vlm.model.part_settings import PartSettings, by_encoder, part_settings
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
@@ -33,8 +34,9 @@ class Run:
     line: the command line. asked: the values of its options before Megatron has derived others.
     args: Megatron's validated arguments, to which nobody but Megatron writes. wanted: the layouts
     of the encoders and of the language model as the line has them. layouts: the complete ones.
-    batches: the global batches of the run, the first one last. configs: configurations of the
-    model's parts. failed: why Megatron refuses the options, of a run that breaks a rule.
+    batches: the global batches of the run, the first one last. adapters: LoRA's, or None.
+    configs: configurations of the model's parts. failed: why Megatron refuses the options, of a run
+    that breaks a rule.
     """
 
     line: CommandLine
@@ -45,6 +47,7 @@ class Run:
     layouts: Layouts
     batches: list[Batch]
     parts: PartSettings
+    adapters: Adapters | None
     configs: VLMConfigs | None = None
     failed: UserError | None = None
 
@@ -83,7 +86,8 @@ class Run:
                 configs = make_configs(args, preset, layouts, have_equal_images(args))
         except UserError as error:
             failed = error
-        run = cls(line, preset, asked, args, wanted, layouts, batches, parts, configs, failed)
+        lora = Adapters.of(args, preset.names)
+        run = cls(line, preset, asked, args, wanted, layouts, batches, parts, lora, configs, failed)
         check(run, RULES)
         return run
 

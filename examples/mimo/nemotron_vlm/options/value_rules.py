@@ -23,11 +23,12 @@ AT_LEAST_1_WITH = {
     "linear_num_value_heads",
 }
 """Sizes of layers, which do not matter where the pattern has none of them."""
-FRACTIONS = "hidden_dropout attention_dropout adam_beta1 adam_beta2 lr_warmup_fraction".split()
+FRACTIONS = """hidden_dropout attention_dropout adam_beta1 adam_beta2 lr_warmup_fraction
+    lora_dropout""".split()
 """Options that must be below 1."""
 AT_LEAST_0 = """num_workers eval_iters lr_warmup_iters recompute_encoder seed lr min_lr
-    lr_warmup_init weight_decay adam_eps init_method_std loss_scale ffn_hidden_size
-    distributed_timeout_seconds_after_init""".split()
+    lr_warmup_init weight_decay adam_eps init_method_std loss_scale ffn_hidden_size lora_dim
+    lora_alpha distributed_timeout_seconds_after_init""".split()
 LEAST = dict.fromkeys(AT_LEAST_1, 1) | dict.fromkeys([*AT_LEAST_0, *FRACTIONS], 0)
 MOST = {"min_lr": "lr", "lr_warmup_init": "lr", "moe_router_topk": "num_experts"}
 """Options that must not be larger than another."""
@@ -55,6 +56,8 @@ def _number_violations(run: Any) -> Iterator[str]:
         number, most = getattr(args, name), getattr(args, other)
         if None not in (number, most) and number > most:
             yield f"{option_of(name)} {number} must be at most {option_of(other)} {most}"
+    if args.device == "cuda" and args.lora_dim % 8:
+        yield f"--lora-dim {args.lora_dim} must be a multiple of 8 on GPUs, for grouped GEMMs"
     heads, groups = args.num_attention_heads, args.num_query_groups
     if heads % groups:
         yield f"--num-attention-heads {heads} must be a multiple of --num-query-groups {groups}"

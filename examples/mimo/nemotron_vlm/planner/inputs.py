@@ -184,6 +184,7 @@ def task_of(options: Run, machine: Machine, world: int, **chosen: object) -> Tas
         micro_sizes=(1,) if args.pack else Task.micro_sizes,
         state=state_of(args, machine.precision == 2),
         frozen=options.parts.frozen,
+        adapters=options.adapters,
         words=options.line.words,
         **chosen,
     )

@@ -37,10 +37,11 @@ def _state(plan: Plan, stage: Stage) -> Memory:
     """Return the bytes of parameters, and of trained ones' gradients and optimizer's shard."""
     task, lay = plan.task, plan.layouts.language
     replicas = *(each.dp for each in plan.layouts.encoders), lay.dp * lay.cp, lay.expt_dp
-    trained = held(task.preset, plan.layouts, stage, task.frozen)
+    trained = held(task.preset, plan.layouts, stage, task.frozen, task.adapters)
+    every = held(task.preset, plan.layouts, stage, adapters=task.adapters)
     shards = (number / copies for number, copies in zip(trained, replicas, strict=True))
     return {
-        "parameters": task.machine.precision * sum(held(task.preset, plan.layouts, stage)),
+        "parameters": task.machine.precision * sum(every),
         "gradients": task.state.gradient * sum(trained),
         "optimizer": task.state.optimizer * sum(shards),
     }
@@ -50,7 +51,7 @@ def _encoder_stage(plan: Plan, stage: Stage) -> Memory:
     inputs, lay = plan.encoders[stage.encoder]
     n, number = stage.number, plan.layouts.num_microbatches
     rows = min(lay.pp + plan.layouts.language.pp - n, number) * plan.rows(lay)
-    kept = inputs.most_kept(lay, rows, plan.task.frozen, n == 0, n == lay.pp - 1)
+    kept = inputs.most_kept(lay, rows, plan.task.inert, n == 0, n == lay.pp - 1)
     return {"encoder activations": plan.task.machine.precision * kept}
 
 
@@ -63,7 +64,7 @@ def _language_stage(plan: Plan, stage: Stage) -> Memory:
     kept = min(plan.schedule.recompute or at_once, at_once)
     encoder = bridge = 0.0
     for inputs, own in plan.encoders:
-        encoder += width * inputs.most_kept(own, kept * plan.rows(own), plan.task.frozen)
+        encoder += width * inputs.most_kept(own, kept * plan.rows(own), plan.task.inert)
         crossing = inputs.most(inputs.embeddings, at_once * plan.rows(own))
         if stage.number == 0:
             crossing += 2 * inputs.most(inputs.embeddings, at_once * layouts.batch.micro_size)

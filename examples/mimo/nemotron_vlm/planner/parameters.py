@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from examples.mimo.common.layout import Layout, Layouts
 from examples.mimo.common.layout_rules import staged_pattern
+from examples.mimo.nemotron_vlm.model.adapters import Adapters
 from examples.mimo.nemotron_vlm.model.model import build_vlm, placed
 from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE, ModelPart, part_of
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
@@ -28,6 +29,7 @@ from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.core.models.mimo.setup.module_groups import make_modules, prepare_process
 from megatron.core.models.mimo.setup.teardown import destroy
+from megatron.core.transformer.lora import is_adapter
 from megatron.training.global_vars import set_global_variables, unset_global_variables
 
 ENCODER, VIT_LAYER, PROJECTOR = "encoder", "vit layer", "projector"
@@ -46,14 +48,31 @@ def chunks_of(pattern: str, layout: Layout) -> list[str]:
 
 @cache
 def held(
-    preset: VLMPreset, layouts: Layouts, stage: Stage, frozen: frozenset[ModelPart] = frozenset()
+    preset: VLMPreset,
+    layouts: Layouts,
+    stage: Stage,
+    frozen: frozenset[ModelPart] = frozenset(),
+    adapters: Adapters | None = None,
 ) -> list[float]:
-    """Return the parameters that a rank of a stage holds, without frozen parts.
+    """Return the parameters that a rank of a stage holds, without frozen parts, with adapters.
 
     They are those of each encoder with its projector, replicated over the encoder's dp; the
     language model's, replicated over its dp·cp; and its experts', replicated over ``expt_dp``.
     """
-    counts, lay, encoders = _one_of_each(preset), layouts.language, []
+    base, added = _one_of_each(preset, adapters)
+    of_base = _held(base, preset, layouts, stage, frozen)
+    of_adapters = _held(added, preset, layouts, stage, frozenset())
+    return [sum(pair) for pair in zip(of_base, of_adapters, strict=True)]
+
+
+def _held(
+    counts: dict[Place, list[int]],
+    preset: VLMPreset,
+    layouts: Layouts,
+    stage: Stage,
+    frozen: frozenset[ModelPart],
+) -> list[float]:
+    lay, encoders = layouts.language, []
 
     def count(place: Place, tp: int, times: float = 1) -> float:
         whole, divided = counts.get(place, (0, 0))
@@ -76,19 +95,24 @@ def held(
 
 
 @cache
-def _one_of_each(preset: VLMPreset) -> dict[Place, list[int]]:
-    """Return the parameters of a layer of each kind, and of what is around them."""
+def _one_of_each(
+    preset: VLMPreset, adapters: Adapters | None
+) -> tuple[dict[Place, list[int]], dict[Place, list[int]]]:
+    """Return the parameters of a layer of each kind, and of what is around them; and their
+    adapters'."""
     pattern = "".join(sorted(set(preset.language.hybrid_layer_pattern) - {"|"}))
     language = replace(preset.language, hybrid_layer_pattern=pattern)
     encoders = tuple(replace(each, layers=1) for each in preset.encoders)
     preset = replace(preset, language=language, encoders=encoders)
-    with redirect_stdout(None), stages_on_meta(Run.of(["--data", "mock"], 1, preset), 0) as stages:
-        return by_place(stages)
+    with redirect_stdout(None):
+        one = replace(Run.of(["--data", "mock"], 1, preset), adapters=adapters)
+        with stages_on_meta(one, 0) as stages:
+            return by_place(stages), by_place(stages, of_adapters=True)
 
 
-def by_place(stages: list[MimoModel]) -> dict[Place, list[int]]:
-    """Count the parameters of a rank's virtual stages by their place in the model: those that
-    tensor parallelism does not divide, and those that it does.
+def by_place(stages: list[MimoModel], of_adapters: bool = False) -> dict[Place, list[int]]:
+    """Count the parameters of a rank's virtual stages, or of their adapters, by their place in the
+    model: those that tensor parallelism does not divide, and those that it does.
 
     An encoder's are ``VIT_LAYER``, ``ENCODER`` for what surrounds these, and ``PROJECTOR``. The
     language model's are the letter of a layer, ``EXPERT`` for its routed experts, and ``FIRST`` and
@@ -97,6 +121,8 @@ def by_place(stages: list[MimoModel]) -> dict[Place, list[int]]:
     counts: dict[Place, list[int]] = defaultdict(lambda: [0, 0])
     for stage in stages:
         for name, parameter in stage.named_parameters():
+            if is_adapter(name) != of_adapters:
+                continue
             (module, part), (_, _, layer) = part_of(name), name.partition("coder.layers.")
             if module:
                 place = module, VIT_LAYER if part == ENCODER and layer else part
@@ -128,6 +154,6 @@ def stages_on_meta(options: Run, rank: int) -> Iterator[list[MimoModel]]:
         modules = make_modules(placed(options.preset, options.layouts), "fake")
         prepare_process(modules, args)
         with torch.device("meta"):  # under the CPU runtime the current CUDA device, too
-            stages = build_vlm(args, options.preset, configs, modules)
+            stages = build_vlm(args, options.preset, configs, modules, adapters=options.adapters)
         undone.callback(destroy, stages, modules)
         yield stages

@@ -9,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from examples.mimo.common.layout import PLACEMENTS, Layout, Layouts
+from examples.mimo.nemotron_vlm.model.adapters import Adapters
 from examples.mimo.nemotron_vlm.model.part_settings import ModelPart
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.planner.machine import Machine
@@ -42,7 +43,13 @@ class Task:
     micro_sizes: tuple[int, ...] = (1, 2, 4, 8)  # that may be chosen
     state: StateBytes = StateBytes()
     frozen: frozenset[ModelPart] = frozenset()
+    adapters: Adapters | None = None
     words: tuple[str, ...] = ()  # the command line
+
+    @property
+    def inert(self) -> frozenset[ModelPart]:
+        """Frozen parts without adapters."""
+        return self.frozen - (self.adapters.parts if self.adapters else frozenset())
 
 
 class Stage(NamedTuple):

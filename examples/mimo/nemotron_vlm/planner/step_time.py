@@ -136,7 +136,8 @@ def after_backward(task: Task, layouts: Layouts) -> tuple[float, float]:
     Communication reduces gradients and gathers weights over replicas, where most is held.
     """
     machine, stages = task.machine, stages_of_pipeline(layouts)
-    most = max((held(task.preset, layouts, stage, task.frozen) for stage in stages), key=sum)
+    trained = task.frozen, task.adapters
+    most = max((held(task.preset, layouts, stage, *trained) for stage in stages), key=sum)
     gradient, width, sent, adam = task.state.gradient, machine.precision, 0.0, 0.0
     # Adam reads a gradient twice, reads and writes its state, and writes the parameter.
     in_adam = 2 * gradient + 2 * task.state.optimizer + width

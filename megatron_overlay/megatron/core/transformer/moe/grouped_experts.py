@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_relu_impl
+from megatron.core.transformer.lora import Adapter, has_adapter
 from megatron.core.transformer.moe.device_counts import (
     DeviceCountMoELayer,
     counts_stay_on_device,
@@ -55,13 +56,11 @@ class GroupedExperts(SequentialMLP):
             is_grouped = is_grouped and self.num_local_experts > 1 and has_right_grouped_gemm()
         if not is_grouped:
             return super().forward(hidden, tokens_per_expert, probs)
-        first, second = (
-            [_weights(getattr(expert, name))[0] for expert in self.local_experts]
-            for name in ("linear_fc1", "linear_fc2")
-        )
-        if self.counts_stay_on_device:
-            first, second = first[::-1], second[::-1]
-        return apply_experts(self, first, second, hidden, tokens_per_expert, probs)
+        experts = self.local_experts[::-1] if self.counts_stay_on_device else self.local_experts
+        layers = [[e.linear_fc1 for e in experts], [e.linear_fc2 for e in experts]]
+        first, second = ([_weights(layer)[0] for layer in each] for each in layers)
+        adapters = [[layer.adapter for layer in each if has_adapter(layer)] for each in layers]
+        return apply_experts(self, first, second, hidden, tokens_per_expert, probs, *adapters)
 
 
 class TEGroupedExperts(TEGroupedMLP):
@@ -90,6 +89,8 @@ def apply_experts(
     hidden: Tensor,
     tokens_per_expert: Tensor,
     probs: Tensor,
+    first_adapters: Sequence[Adapter] = (),
+    second_adapters: Sequence[Adapter] = (),
 ) -> Computed:
     """Apply each expert to its tokens.
 
@@ -100,6 +101,7 @@ def apply_experts(
             or any numbers with ``moe_permute_fusion``, whose kernels read the experts' rows alone.
         tokens_per_expert: ``[experts]``, integers.
         probs: ``[rows]``, weights of the experts' activations.
+        first_adapters, second_adapters: those of each expert's layers, or none.
 
     Returns:
         ``[rows, H]``, partial sums over the experts' tensor-parallel ranks; and no bias.
@@ -113,25 +115,42 @@ def apply_experts(
     if config.moe_apply_probs_on_input:
         hidden = (weights * hidden).to(hidden.dtype)
         weights = torch.ones_like(weights)
-    inner = _GroupedLinear.apply(hidden, ends, tail, *first)
+    inner = _product(hidden, ends, tail, first, first_adapters)
     if config.activation_func is squared_relu and config.use_fused_weighted_squared_relu:
         inner = weighted_squared_relu_impl(inner, weights)
     else:
         inner = (config.activation_func(inner) * weights).to(inner.dtype)
-    return _GroupedLinear.apply(inner, ends, tail, *second), None
+    return _product(inner, ends, tail, second, second_adapters), None
+
+
+def _product(
+    rows: Tensor,
+    ends: Tensor,
+    tail: Tensor | None,
+    weights: Sequence[Tensor],
+    adapters: Sequence[Adapter],
+) -> Tensor:
+    """Multiply the rows of each expert with its weight, and add the update of its adapter."""
+    output = _GroupedLinear.apply(rows, ends, tail, *weights)
+    if not adapters:
+        return output
+    first, second = zip(*(adapter.weights() for adapter in adapters), strict=True)
+    hidden = _GroupedLinear.apply(adapters[0].dropped(rows), ends, tail, *first)
+    return output + _GroupedLinear.apply(hidden * adapters[0].settings.scale, ends, tail, *second)
 
 
 class _GroupedLinear(torch.autograd.Function):
     """Multiplies the rows of each group with the group's own weight; biases there are none.
 
     Where weights must be copied together, the backward does it again, so that it keeps no copies.
-    The grouped GEMM leaves rows of the tail as they were in memory: given a tail, they become
-    zeros, in both directions.
+    Frozen weights need no rows in the backward, which are not kept. The grouped GEMM leaves rows of
+    the tail as they were in memory: given a tail, they become zeros, in both directions.
     """
 
     @staticmethod
     def forward(ctx, rows: Tensor, ends: Tensor, tail: Tensor | None, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, ends, tail, *weights)
+        kept = rows if any(ctx.needs_input_grad[3:]) else None
+        ctx.save_for_backward(kept, ends, tail, *weights)
         product = F.grouped_mm(rows, _together(weights).transpose(1, 2), offs=ends)
         return product if tail is None else product.masked_fill_(tail, 0)
 

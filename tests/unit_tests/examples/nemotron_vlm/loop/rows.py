@@ -81,6 +81,11 @@ EVALUATION = ("--eval-interval", "1", "--eval-iters", "1")
 
 FREEZE_SOUND = ("--freeze", "sound:encoder,sound:projector")
 
+ADAPTED = ("--lora-dim", "4", "--lr", "1e-2", "--train-parts", "projector")
+ADAPTED += ("--lora-target-modules", "all-linear,images:all-linear")
+"""All linear layers of language model and encoder are adapted. At a small rate A, whose gradient
+begins at zero, would move too little to show."""
+
 PIPELINE, FLAT = "cp=2,pp=2,dp=1,ep=2", "tp=2,dp=2,ep=4,etp=1"
 """Layouts of the language model on four ranks: in three phases, and in one."""
 
@@ -235,6 +240,22 @@ ON_CPUS = {
             ("encoder,projector", ("dp=4", PIPELINE, ()), APART_ON_PP),
             ("encoder", APART_ON_CP, ("dp=4", PIPELINE, ())),
         )
+    ],
+    "adapters": [
+        Row(8, "tiny", "tp=2,dp=4", "tp=2,cp=2,pp=2,dp=1,ep=2,etp=1", OVERLAP, ADAPTED),
+        Row(4, "few experts", "dp=4", PIPELINE, FULL, ADAPTED, then=(APART_ON_TP, ON_TP_ETP)),
+        Row(4, "tiny-gdn", "tp=2", "tp=2,cp=2,dp=1", CONTIGUOUS, ADAPTED),
+        Row(4, "three tokens ahead", "tp=2,dp=2", "cp=2,pp=2,dp=1,vpp=2", OVERLAP, ADAPTED),
+        Row(4, "tiny", "dp=4", "dp=4,etp=2", ALLGATHER, (*ADAPTED, "--lora-rs")),
+        Row(4, "tiny", "dp=4", FLAT, (), (*ADAPTED, "--swiglu", "--no-squared-relu")),
+        Row(
+            *(4, "tiny", "dp=4", "pp=4,dp=1", (*FULL, "--recompute-encoder", "1")),
+            (*ADAPTED[:4], "--lora-target-modules", "linear_qkv,layers.1.*.linear_fc?"),
+        ),
+        Row(
+            *(4, "sound and images", "images:tp=2,dp=2 sound:dp=4", "tp=2,dp=2", ()),
+            (*ADAPTED[:4], "--lora-target-modules", "sound:all-linear,experts.linear_fc2"),
+        ),
     ],
 }
 """Rows on CPU ranks by what they show; the most demanding first."""

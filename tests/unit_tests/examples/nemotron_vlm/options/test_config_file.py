@@ -74,7 +74,7 @@ def test_what_a_run_writes_starts_it_again(tmp_path):
     [
         ("seq-lenght: 64", "run.yaml: no option seq-lenght; did you mean seq-length"),
         ("learning-rate: 1e-3", "no option learning-rate; did you mean lr.$"),
-        ("lora_rank: 8", "no option lora_rank$"),
+        ("lora_rank: 8", "no option lora_rank; did you mean lora-dim.$"),
         ("video_pruning_rate: 0.5", "no option video_pruning_rate: training keeps all rows of a"),
         ("lr: many", "--lr: invalid float value: 'many'"),
         ("pack: maybe", "run.yaml: pack: it is a flag: want true or false, not maybe"),
@@ -98,7 +98,7 @@ def test_a_file_that_cannot_work_is_refused(tmp_path, text, says):
         ("--learning-rate 1", "did you mean --lr.$"),
         ("--lerning-rate 1", "did you mean --lr"),
         ("--max-learning-rate 1", "did you mean --lr"),
-        ("--lora-rank 8", "unrecognized arguments: --lora-rank 8; see --help$"),
+        ("--lora-rank 8", "--lora-rank.* did you mean --lora-dim.$"),
         ("--latent-lora-rank 8", "^(?!.*-lora-rank.*-lora-rank)"),
         ("--video-pruning-rate 0.5", "--video-pruning-rate.*: training keeps all rows of a clip"),
     ],

@@ -54,6 +54,10 @@ def _convolution(out: torch.Tensor, rng: torch.Generator, _inputs: int) -> torch
     return out.uniform_(-0.5, 0.5, generator=rng)
 
 
+def _lora_in(out: torch.Tensor, rng: torch.Generator, inputs: int) -> torch.Tensor:
+    return out.uniform_(-(inputs**-0.5), inputs**-0.5, generator=rng)  # as Hugging Face's peft
+
+
 def _decay_rate(out: torch.Tensor, rng: torch.Generator, _inputs: int) -> torch.Tensor:
     return out.uniform_(*A_RANGE, generator=rng).log_()
 
@@ -76,6 +80,8 @@ def _rules(layers: int, std: float | None) -> list[tuple[str, Draw]]:
         return matrix(out, rng, inputs).div_(math.sqrt(2 * layers))
 
     return [
+        ("*.adapter.linear_in.weight", _lora_in),
+        ("*.adapter.linear_out.weight*", filled(0)),
         ("*conv1d.*", _convolution),
         ("*A_log", _decay_rate),
         ("*dt_bias", _time_step_bias),

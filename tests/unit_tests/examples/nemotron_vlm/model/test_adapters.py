@@ -1,0 +1,167 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters against merged weights, what they keep and save, and what is refused.
+
+That adapters train in every layout as on one rank is in rows.py.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.mimo.common.errors import UserError
+from megatron.core.dist_checkpointing.safe_loading import SafeReader
+from megatron.core.transformer.lora import Adapter, has_adapter, is_adapter, merged
+from tests.unit_tests.examples.nemotron_vlm.runs import Trainer, trainer
+from tests.unit_tests.test_utilities import requires_world_size
+
+CALM = ("--moe-aux-loss-coeff", "0", "--clip-grad", "0", "--train-iters", "1", *("--seed", "7"))
+WORDS = "all-linear,images:all-linear"
+LORA = ("--lora-dim", "4", "--lora-target-modules", WORDS)
+
+
+def parameters(run: Trainer) -> dict[str, torch.nn.Parameter]:
+    return dict(run.stages[0].named_parameters())
+
+
+def gradients(run: Trainer) -> dict[str, torch.Tensor]:
+    """The gradients of a step, by name."""
+    run.loss = run.train_step()["loss"]
+    return {
+        name: parameter.main_grad.clone()
+        for name, parameter in parameters(run).items()
+        if parameter.requires_grad
+    }
+
+
+def adapted_names(run: Trainer) -> dict[str, Adapter]:
+    """The adapters by the names of their layers."""
+    layers = run.stages[0].named_modules()
+    return {name: layer.adapter for name, layer in layers if has_adapter(layer)}
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--model", "tiny"),
+        ("--model", "tiny", "--swiglu", "--no-squared-relu", "--lora-rs"),
+        ("--model", "tiny", "--moe-token-dispatcher-type", "allgather"),
+        ("--model", "tiny-gdn", "--hybrid-layer-pattern", "G*E-/*-", "--lora-alpha", "3"),
+    ],
+)
+def test_loss_and_all_gradients_are_those_of_merged_weights(options):
+    """Of a weight W + s·B·A with the gradient G, B has the gradient s·G·Aᵀ, and A s·Bᵀ·G."""
+    with trainer(*CALM, *LORA, *options) as run:
+        held, layers = parameters(run), adapted_names(run)
+        assert {name.rpartition(".")[2] for name in layers} >= {"linear_qkv", "linear_fc2"}
+        with torch.no_grad():
+            for adapter in layers.values():
+                adapter.linear_out.weight.normal_(0, 0.05)
+        scale = next(iter(layers.values())).settings.scale
+        pairs = {
+            name: (each.linear_in.weight.clone(), each.linear_out.weight.clone())
+            for name, each in layers.items()
+        }
+        base = {name: p.clone() for name, p in held.items() if not is_adapter(name)}
+        found, loss = gradients(run), run.train_step
+        loss = run.loss
+        assert {*found} == {name for name in held if is_adapter(name)}
+    plain = [word for word in options if word != "--lora-rs"]
+    if "--lora-alpha" in plain:
+        del plain[plain.index("--lora-alpha") :][:2], plain[-2:]
+    with trainer(*CALM, *plain) as run:
+        with torch.no_grad():
+            for name, parameter in parameters(run).items():
+                layer = name.removesuffix(".weight")
+                a_and_b = pairs.get(layer) if name.endswith(".weight") else None
+                parameter.copy_(merged(base[name], *a_and_b, scale) if a_and_b else base[name])
+        whole = gradients(run)
+        assert loss == pytest.approx(run.loss, rel=1e-6)
+    for layer, (first, second) in pairs.items():
+        gradient = whole[f"{layer}.weight"]
+        for own, expected in (
+            ("in", scale * second.T @ gradient),
+            ("out", scale * gradient @ first.T),
+        ):
+            actual = found[f"{layer}.adapter.linear_{own}.weight"]
+            assert (actual - expected).norm() <= 3e-5 * expected.norm(), (layer, own)
+            assert expected.any() or ".experts." in layer, layer
+
+
+@requires_world_size(1)
+def test_an_adapter_of_full_rank_is_any_change_of_the_weight():
+    change = torch.randn(6, 5)
+    weight = torch.randn(6, 5)
+    torch.testing.assert_close(merged(weight, torch.eye(5), change / 3.0, 3.0), weight + change)
+
+
+@requires_world_size(1)
+def test_frozen_experts_keep_no_rows_and_nothing_of_the_base_has_gradients_or_moments():
+    with trainer(*CALM, "--lora-dim", "4", "--lora-target-modules", "linear_qkv") as run:
+        experts = next(m for n, m in run.stages[0].named_modules() if n.endswith("mlp.experts"))
+        rows = torch.randn(12, 64, requires_grad=True)
+        kept: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+        ):
+            counts = torch.tensor([12] + [0] * (experts.num_local_experts - 1))
+            experts(rows, counts, torch.ones(12))
+        assert kept and all(each.data_ptr() != rows.data_ptr() for each in kept)
+        run.train_step()
+        trained = sum(p.numel() for n, p in parameters(run).items() if is_adapter(n))
+        held = [p.numel() for p in parameters(run).values() if hasattr(p, "main_grad")]
+        assert sum(held) == trained
+        (language,) = run.optimizer._optimizers.values()
+        states = [leaf.optimizer.state for leaf in language.chained_optimizers]
+        moments = [state["exp_avg"].numel() for each in states for state in each.values()]
+        assert trained <= sum(moments) < 1.05 * trained  # padding of buffers
+
+
+@requires_world_size(1)
+def test_a_checkpoint_has_what_is_trained_alone_and_goes_on_with_its_own_base(tmp_path: Path):
+    base, adapters = str(tmp_path / "base"), str(tmp_path / "adapters")
+    with trainer("--seed", "3", "--train-iters", "2") as run:
+        run.train_step()
+        run.save(Path(base))
+    own = ("--pretrained-checkpoint", base, "--train-iters", "3", "--lr", "1e-2")
+    with trainer(*own, *LORA, "--train-parts", "projector") as run:
+        assert run.step == 0
+        run.train_step()
+        run.save(Path(adapters))
+        expected = run.train_step()
+    stored = SafeReader(Path(adapters, "iter_0000001")).read_metadata().state_dict_metadata
+    weights = [name for name in stored if name.endswith("weight") and "optimizer." not in name]
+    assert weights
+    assert all(is_adapter(name) or ".input_projections." in name for name in weights)
+    again = ("--load", adapters, *LORA, "--train-parts", "projector", "--lr", "1e-2")
+    again = (*again, "--train-iters", "3")
+    with trainer(*again, "--pretrained-checkpoint", base) as run:
+        assert run.step == 1
+        found = run.train_step()
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    for line, text in (
+        (again, "adapters of another base: its checksum is"),
+        (again[:2], "has adapters alone, which go on with --lora-dim 4"),
+        ((*LORA, "--load", base), "has a whole model: give it as --pretrained-checkpoint"),
+        ((*again, "--lora-alpha", "1"), "other adapters .*lora_alpha 32.0 → 1.0"),
+        (("--pretrained-checkpoint", adapters), "has adapters alone"),
+    ):
+        with pytest.raises(UserError, match=text), trainer(*line):
+            pass
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("linear_qkv,output_layer", "output_layer: no layer's name ends like this"),
+        ("images:in_proj", "images:in_proj: no layer's name"),
+        ("radio:linear_qkv", "radio: no such encoder; choose from images:"),
+    ],
+)
+def test_a_word_without_a_layer_is_refused(words, text):
+    with pytest.raises(UserError, match=text), trainer(*LORA[:3], words):
+        pass
