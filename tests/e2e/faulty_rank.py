@@ -8,7 +8,6 @@ A fault is a dictionary: rank, at (PLACES), iteration, kind.
 import contextlib
 import functools
 import os
-import resource
 import signal
 import sys
 import time
@@ -46,8 +45,6 @@ def strike(kind: str) -> None:
         with contextlib.suppress(OSError), open(f"{training.get_args().save}/rest", "wb") as file:
             while True:
                 file.write(bytes(2**16))
-    elif kind == "disk":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
 def train(fault: dict | None, arguments: list[str]) -> None:

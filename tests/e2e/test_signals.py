@@ -37,13 +37,9 @@ SAVED = "--save-interval 2 --exit-interval 100000 --save {save}"
 HANDLED = SAVED + " --load {save} --exit-signal-handler"
 WITH = "the same command with --load {save}, without --finetune and --ckpt-step,"
 CASES = {
-    "Ctrl-C": Case(LAUNCHER, signal.SIGINT, "group", SAVED + " --load {save}", 130, ENDED),
-    "Ctrl-C of one process": Case(ALONE, signal.SIGINT, "group", SAVED, 130, ENDED, WITH),
-    "SIGTERM to all": Case(LAUNCHER, signal.SIGTERM, "group", "", 143, ENDED),
+    "Ctrl-C": Case(LAUNCHER, signal.SIGINT, "group", "", 130, ENDED),
+    "SIGTERM of one process": Case(ALONE, signal.SIGTERM, "group", SAVED, 143, ENDED, WITH),
     "SIGTERM that is handled": Case(LAUNCHER, signal.SIGTERM, "launcher", HANDLED, 0, LEFT),
-    "the exit signal to all": Case(
-        LAUNCHER, signal.SIGUSR1, "group", HANDLED + " --exit-signal SIGUSR1", 0, LEFT
-    ),
 }
 
 

@@ -22,12 +22,10 @@ FP32 = pytest.mark.skipif(HAVE_CUDA, reason="grouped products of fp32 wait; test
 @pytest.mark.parametrize(
     ("encoder", "language", "more"),
     [
-        pytest.param("dp=1", "dp=1", (), marks=requires_world_size(1)),
-        pytest.param("dp=4", "dp=4,ep=2,etp=2", (), marks=requires_world_size(4)),
         pytest.param("dp=1", "dp=1", ANY_SIZE, marks=requires_world_size(1)),
         pytest.param("dp=1", "dp=1", SOUNDS, marks=requires_world_size(1)),
         pytest.param("tp=2,dp=2", "pp=2,dp=2,ep=2", ANY_SIZE, marks=requires_world_size(4)),
-        pytest.param("tp=2,dp=2", "cp=2,dp=2,ep=2", (), marks=requires_world_size(4)),
+        pytest.param("tp=2,dp=2", "cp=2,dp=2,ep=2,etp=2", (), marks=requires_world_size(4)),
     ],
 )
 def test_the_host_waits_for_nothing_from_the_second_step_on(encoder, language, more, monkeypatch):
