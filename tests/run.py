@@ -1,7 +1,7 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Run every test, in four lanes at once: 1 and then 8 ranks, 4 ranks, tools, whole runs and then
-2 ranks.
+"""Run every test, in four lanes at once: 1 and then 8 ranks, 4 ranks, tools and then 2 ranks, whole
+runs.
 
     tests/run.py [pytest arguments]      e.g. tests/run.py --once, tests/run.py -k layout
 
@@ -21,6 +21,7 @@ from typing import TextIO
 REPOSITORY = Path(__file__).resolve().parents[1]
 CHECKOUT = REPOSITORY / "build" / ("next" if os.environ.get("NEXT") else "Megatron-LM")
 QUIET = ("-q", "-W", "ignore", "--tb=no")  # failures are printed as they come
+QUIET += ("-p", "no:unraisableexception")  # it collects garbage for seconds, for warnings alone
 BEGUN, ALL_BEGUN = "TESTS_BEGUN", "all"  # as tests/conftest.py has them
 LANES = (
     {
@@ -28,11 +29,11 @@ LANES = (
         "8 ranks": ("tests.ranks", "8", *QUIET, "tests/unit_tests"),
     },
     {"4 ranks": ("tests.ranks", "4", *QUIET, "tests/unit_tests")},
-    {"tools": ("pytest", *QUIET, "tests/tools")},
     {
-        "whole runs": ("pytest", *QUIET, "tests/e2e"),
+        "tools": ("pytest", *QUIET, "tests/tools"),
         "2 ranks": ("tests.ranks", "2", *QUIET, "tests/unit_tests"),
     },
+    {"whole runs": ("pytest", *QUIET, "tests/e2e")},
 )
 """The lanes; stages of a lane run one after the other."""
 SHOWN = "one rank"
