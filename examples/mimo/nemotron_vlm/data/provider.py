@@ -30,6 +30,7 @@ from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.forward.flops import StepWork, note_work
 from megatron.core.models.mimo.setup.module_groups import Modules, encoder_part
+from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 
 
 class Loading:
@@ -66,7 +67,7 @@ class Loading:
             token_ids=args.token_ids,
             seq_length=args.seq_length,
             packing=self.packing,
-            reads_labels=bool(language) and language.pp.rank() == language.pp.size() - 1,
+            reads_labels=bool(language) and is_pp_last_stage(language.pp),
             cp=layouts.language.cp,
             sp=layouts.language.tp if layouts.language.sequence_parallel else 1,
         )

@@ -12,6 +12,7 @@ from einops import rearrange
 
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.models.vision.radio import RADIOViTModel
+from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -86,8 +87,8 @@ class RADIOEncoderWrapper(MegatronModule):
             separate_video_embedder=True,
             pg_collection=pg_collection,
         )
-        stage, stages = pg_collection.pp.rank(), pg_collection.pp.size()
-        self.is_first_stage, self.is_last_stage = stage == 0, stage == stages - 1
+        pp = pg_collection.pp
+        self.is_first_stage, self.is_last_stage = is_pp_first_stage(pp), is_pp_last_stage(pp)
         if not self.is_first_stage:
             del self.radio.embedder, self.radio.class_token, self.radio.position_embeddings
             if sizes.tubelet > 1:
