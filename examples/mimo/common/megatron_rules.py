@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from signal import SIGTERM
 from typing import Any
 
+from examples.mimo.common.layout import option_of
 from examples.mimo.common.refused_options import DATA, GRAPHS, ONE_MODEL, WEIGHTS
 from examples.mimo.common.rules import (
     ENGINE,
@@ -21,7 +22,8 @@ from examples.mimo.common.rules import (
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
 POSITIONS = "a hybrid model has none, learned_absolute, rope and yarn"
-ADAM_TYPES = "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype".split()
+ADAM_TYPES = {"main_grads": "bf16", "main_params": "fp16", "exp_avg": "bf16", "exp_avg_sq": "bf16"}
+"""Numbers that only the precision-aware optimizer keeps in other types than fp32, and one such."""
 LOCAL = "--device cuda --transformer-impl local"
 
 
@@ -78,14 +80,17 @@ OF_MEGATRON = [
         "Transformer Engine, whose Adam it takes, is not installed",
         example=None,
     ),
-    Rule(
-        "--main-grads-dtype or another type of the optimizer's numbers than fp32",
-        lambda r: (
-            not r.args.use_precision_aware_optimizer
-            and {str(getattr(r.args, name)) for name in ADAM_TYPES} - {"fp32", "torch.float32"}
-        ),
-        "it needs --use-precision-aware-optimizer",
-        example="--exp-avg-sq-dtype bf16",
+    *(
+        Rule(
+            f"{option_of(f'{name}_dtype')} other than fp32",
+            lambda r, name=name: (
+                not r.args.use_precision_aware_optimizer
+                and "32" not in str(getattr(r.args, f"{name}_dtype"))
+            ),
+            "it needs --use-precision-aware-optimizer",
+            example=f"{option_of(f'{name}_dtype')} {other}",
+        )
+        for name, other in ADAM_TYPES.items()
     ),
     refused(
         "--transformer-impl inference_optimized",

@@ -112,6 +112,8 @@ class Chat:
 
     Attributes:
         ids: id of each kind's token.
+        unknown: id of the token of words that the tokenizer does not know; None if it knows all.
+        end: id of the token that ends an answer.
     """
 
     def __init__(self, path: str | Path, image_token: str = IMAGE, sound: bool = False) -> None:
@@ -138,18 +140,19 @@ class Chat:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
         self._special = list(tokenizer.added_tokens_decoder)
-        self.image_text = image_token
         self.ids: dict[str, int] = {kind: vocabulary[t] for kind, t in self._tokens.items()}
         self._around = {k: t for k, t in AROUND.items() if all(each in vocabulary for each in t)}
         pad = tokenizer.pad_token_id
         self.pad_token: int = tokenizer.eos_token_id if pad is None else pad
         self.vocab_size: int = max(vocabulary.values()) + 1
+        self.unknown: int | None = tokenizer.unk_token_id
+        self.end: int = tokenizer.eos_token_id
 
     @property
     def fingerprint(self) -> str:
         """Hash of everything that determines the tokens: template, image token and tokenizer."""
         template = self._tokenizer.chat_template or DEFAULT_TEMPLATE
-        digest = hashlib.sha256(f"{template}\0{self.image_text}\0".encode())
+        digest = hashlib.sha256(f"{template}\0{self._tokens[IMAGES]}\0".encode())
         digest.update(self._tokenizer.backend_tokenizer.to_str().encode())
         digest.update(repr(sorted(self._tokenizer.special_tokens_map.items())).encode())
         return digest.hexdigest()
@@ -253,16 +256,6 @@ class Chat:
         tokens = np.column_stack([np.array(found["input_ids"], np.int64), offsets])
         return tokens[len(anchor) > 0 :] + [0, *[start - len(anchor)] * 2]
 
-    @property
-    def unknown(self) -> int | None:
-        """Id of the token of words that the tokenizer does not know; None if it knows all."""
-        return self._tokenizer.unk_token_id
-
-    @property
-    def end(self) -> int:
-        """Id of the token that ends an answer."""
-        return self._tokenizer.eos_token_id
-
     @staticmethod
     def _compare(token: str, found: int, wanted: int) -> None:
         if found > wanted:
@@ -278,7 +271,7 @@ class Chat:
         for kind, token in self._tokens.items():
             first, last = self._around.get(kind, ("", ""))
             whole[token] = f"{first}{token}{last}"
-        image = whole[self.image_text]
+        image = whole[self._tokens[IMAGES]]
         token = re.compile("|".join(map(re.escape, [*whole, PLACEHOLDERS[VIDEO]])))
 
         def longer(part: str) -> str:

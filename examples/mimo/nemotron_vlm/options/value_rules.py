@@ -63,6 +63,16 @@ def _number_violations(run: Any) -> Iterator[str]:
         yield f"--num-attention-heads {heads} must be a multiple of --num-query-groups {groups}"
 
 
+def _retain_violation(run: Any) -> str | None:
+    every, kept = run.asked.save_interval, run.asked.save_retain_interval
+    if not (run.asked.save and every and kept and kept % every):
+        return None
+    return (
+        f"--save-retain-interval {kept} must be a multiple of --save-interval {every}; "
+        f"nearest: {max(1, round(kept / every)) * every}"
+    )
+
+
 def _best_violation(run: Any) -> str | None:
     args = run.asked
     if not args.keep_best or not args.eval_interval % args.save_interval:
@@ -121,6 +131,11 @@ OF_VALUES = [
         lambda a: a.wandb_project and not (a.wandb_exp_name and (a.save or a.wandb_save_dir)),
         "--wandb-project needs --wandb-exp-name NAME, and --wandb-save-dir DIR or --save DIR",
         "--wandb-project a",
+    ),
+    Rule(
+        "--save-retain-interval",
+        _retain_violation,
+        example="--save s --save-interval 300 --save-retain-interval 500",
     ),
     _needs(
         "--keep-best",
