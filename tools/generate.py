@@ -5,7 +5,8 @@
 
     tools/generate.py CHECKPOINT --image FILE --ask TEXT
 
-CHECKPOINT is a directory that the program saved to, or a Hugging Face directory that was converted.
+CHECKPOINT is a directory that the program saved to, LoRA runs too, or a Hugging Face directory that
+was converted, or one of peft's adapters that names such a directory as its base.
 Without --ask, questions are read from the terminal, one a line, in one conversation.
 """
 
@@ -93,7 +94,7 @@ def converted(checkpoint: Path, step: int | None = None) -> Path:
     from conversion.torch_dist import Checkpoint
     from conversion.trained import export
 
-    if (checkpoint / "config.json").is_file():
+    if any((checkpoint / name).is_file() for name in ("config.json", "adapter_config.json")):
         return checkpoint
     saved = Checkpoint(checkpoint / f"iter_{step:07}" if step else checkpoint).directory
     kept = saved.parent.with_name(f"{saved.parent.name}-hugging-face") / saved.name

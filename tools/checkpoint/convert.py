@@ -37,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         ("projector", "mlp1 of a VLM"),
     ):
         into.add_argument(f"--{part}", type=Path, metavar="DIR", help=what)
+    into.add_argument("--adapter", type=Path, metavar="DIR", help="of peft, and nothing else")
     into.add_argument("--tile", type=int, metavar="PIXELS", help="a tile's side")
     into.add_argument("--seed", type=int, default=1234, help="of parts that are not given")
     dropped = {"action": "append", "default": [], "metavar": "PATTERN"}
@@ -45,7 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     back.set_defaults(run=_to_hugging_face)
     back.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="as --load takes it")
     like = "a Hugging Face model of the same sizes, from which all but the weights is copied"
-    back.add_argument("--like", type=Path, required=True, metavar="DIR", help=like)
+    back.add_argument("--like", type=Path, metavar="DIR", help=like)
+    what = "write LoRA's adapters for peft; without, they are merged into their base"
+    back.add_argument("--adapter", action="store_true", help=what)
     check = commands.add_parser("verify", help="compare logits with those of transformers")
     check.set_defaults(run=_verify, out=None)
     check.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="as --load takes it")
@@ -67,9 +70,12 @@ def _convert(options: argparse.Namespace) -> None:
 
     if options.out and options.out.exists():
         raise UserError(f"--out {options.out} exists already")
-    for package in ("safetensors", "transformers"):
+    needed = dict.fromkeys(("safetensors", "transformers"), "'transformers>=5.23'")
+    if getattr(options, "adapter", None):
+        needed["peft"] = "peft"
+    for package, wanted in needed.items():
         if find_spec(package) is None:
-            raise UserError(f"{package} is not installed: pip install 'transformers>=5.23'")
+            raise UserError(f"{package} is not installed: pip install {wanted}")
     from conversion.directions import preset_of_checkpoint
     from examples.mimo.nemotron_vlm.model.presets import find_preset
 
@@ -78,6 +84,13 @@ def _convert(options: argparse.Namespace) -> None:
 
 
 def _to_megatron(options: argparse.Namespace, base) -> None:
+    if options.adapter:
+        from conversion.peft_files import from_peft
+
+        words = from_peft(options.adapter, base, options.seed, options.out)
+        words = f"--pretrained-checkpoint BASE {words}"
+        print(f"begin a run with: --finetune --load {options.out} {words}")
+        return
     from conversion.directions import MODEL, to_megatron
     from conversion.sources import LANGUAGE, parts_of, sources_of
     from examples.mimo.common.errors import UserError
@@ -101,7 +114,14 @@ def _to_megatron(options: argparse.Namespace, base) -> None:
 
 def _to_hugging_face(options: argparse.Namespace, base) -> None:
     from conversion.directions import to_hugging_face
+    from examples.mimo.common.errors import UserError
 
+    if options.adapter:
+        from conversion.peft_files import to_peft
+
+        return to_peft(options.checkpoint, options.like, options.out)
+    if not options.like:
+        raise UserError("give --like, a Hugging Face model of the same sizes")
     copied = to_hugging_face(options.checkpoint, options.like, base, options.out)
     _list(f"not in our model, copied from {options.like}", copied)
 

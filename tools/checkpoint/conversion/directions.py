@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from conversion.merged import whole_model
 from conversion.program_model import program_model, saved_key
 from conversion.rows import differences, refuse
 from conversion.sources import Source, check_sources, matching, parts_of, preset_of, sources_of
@@ -134,7 +135,7 @@ def to_hugging_face(checkpoint: Path, like: Path, base: VLMPreset, out: Path) ->
     Raises:
         UserError: nothing is written then.
     """
-    saved = Checkpoint(checkpoint)
+    saved = whole_model(checkpoint)
     _check_encoders(saved, base)
     sources = sources_of(like, base, may_lack_tensors=True)
     preset = preset_of(sources, base, None)

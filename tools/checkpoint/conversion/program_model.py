@@ -30,10 +30,11 @@ class ProgramModel:
     A part's name is its key, followed by its number.
     """
 
-    def __init__(self, model: MimoModel, preset: VLMPreset) -> None:
+    def __init__(self, model: MimoModel, run: Run) -> None:
         state = model.sharded_state_dict()
         apply_factories(state)
-        self._model, self._own, self.parts = model, initial_draws(preset), {}
+        self._model, self._own, self.parts = model, initial_draws(run.preset), {}
+        self.run = run
         for part in nested_values(state):
             if isinstance(part, ShardedTensor):
                 numbers = part.global_offset[: part.prepend_axis_num]
@@ -50,15 +51,19 @@ class ProgramModel:
 
 
 @contextlib.contextmanager
-def program_model(preset: VLMPreset) -> Iterator[ProgramModel]:
-    """Build the model of a preset on the meta device, as the only rank of a world."""
+def program_model(preset: VLMPreset, *words: str) -> Iterator[ProgramModel]:
+    """Build the model of a preset on the meta device, as the only rank of a world.
+
+    Args:
+        words: options of adapters.
+    """
     before = dict(os.environ)
     os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
     try:
         with contextlib.redirect_stdout(None):
-            options = Run.of(["--transformer-impl", "local"], 1, preset)
-            with stages_on_meta(options, 0) as (model,):
-                yield ProgramModel(model, preset)
+            run = Run.of(["--transformer-impl", "local", *words], 1, preset)
+            with stages_on_meta(run, 0) as (model,):
+                yield ProgramModel(model, run)
     finally:
         os.environ.clear()
         os.environ.update(before)

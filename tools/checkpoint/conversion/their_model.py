@@ -33,15 +33,42 @@ MAY_LACK = re.compile(
 last embeds video, which is refused for such a model."""
 
 
+ADAPTERS = "adapter_config.json"
+"""File of a directory of peft's adapters."""
+
+
+def base_of(directory: Path) -> Path:
+    """Return the directory of the base of peft's adapters, or ``directory`` if it has no adapters.
+
+    Raises:
+        UserError: the base is not there.
+    """
+    if not (directory / ADAPTERS).is_file():
+        return directory
+    base = json.loads((directory / ADAPTERS).read_text()).get("base_model_name_or_path")
+    if not base or not Path(base).is_dir():
+        raise UserError(
+            f"{directory / ADAPTERS}: base_model_name_or_path is {base}: write the directory of "
+            "the base there"
+        )
+    return Path(base)
+
+
 def their_model(directory: Path, as_ours: bool = False):
-    """Load a whole VLM or a language model.
+    """Load a whole VLM or a language model, or one with peft's adapters.
 
     Args:
         as_ours: in fp32, with Mamba-2's time steps as they are.
 
     Raises:
-        UserError: the directory lacks tensors.
+        UserError: the directory lacks tensors, or the adapters' base is not there.
     """
+    if (base := base_of(directory)) != directory:
+        from peft import PeftModel
+
+        model = their_model(base, as_ours)
+        PeftModel.from_pretrained(model, directory)
+        return model.eval()
     from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 
     transformers.logging.set_verbosity_error()  # its hints about kernels; lacks are looked for
@@ -100,15 +127,16 @@ class Conversation:
     """A conversation with a model of transformers.
 
     Args:
-        directory: a Hugging Face directory with a tokenizer; and, if the program trained the model,
-            with the model's sizes and how inputs were prepared.
+        given: a Hugging Face directory with a tokenizer; and, if the program trained the model,
+            with the model's sizes and how inputs were prepared. Or peft's adapters of such a base.
         arguments: of the chat template; by default those that ask as the training did.
 
     Raises:
         UserError: it lacks a tokenizer, or tensors.
     """
 
-    def __init__(self, directory: Path, arguments: dict[str, Any] | None = None) -> None:
+    def __init__(self, given: Path, arguments: dict[str, Any] | None = None) -> None:
+        directory = base_of(given)
         inputs = {"prompt": "", "image_token": "<image>", "dynamic_resolution": True}
         inputs |= {"video_frames": None, "video_fps": None, "tokenizer_model": str(directory)}
         if (directory / INPUTS).is_file():
@@ -124,7 +152,7 @@ class Conversation:
             self._encoder = make_encoder(Namespace(**inputs), preset)
         except ValueError as error:
             raise UserError(str(error)) from error
-        self._model = their_model(directory)
+        self._model = their_model(given)
         self._preset, self._turns, self._media = preset, [], []
 
     def begin(self, arguments: dict[str, Any]) -> None:

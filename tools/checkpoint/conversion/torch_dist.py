@@ -7,7 +7,7 @@ parts that it needs from all of them.
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -48,16 +48,18 @@ class _SavePlanner(DefaultSavePlanner):
     """Makes each tensor when it is to be written.
 
     Args:
-        tensor: returns the tensor for an index.
+        tensor: returns the tensor for an index. args: options of a run.
     """
 
-    def __init__(self, tensor: Callable[[MetadataIndex], torch.Tensor]) -> None:
+    def __init__(
+        self, tensor: Callable[[MetadataIndex], torch.Tensor], args: Namespace | None
+    ) -> None:
         super().__init__()
-        self._tensor = tensor
+        self._tensor, self._args = tensor, args
 
     def lookup_object(self, index: MetadataIndex) -> object:
         if index.fqn == COMMON:
-            return [{"checkpoint_version": 3.0, "iteration": 0}]
+            return [{"checkpoint_version": 3.0, "iteration": 0, "args": self._args}]
         return self._tensor(index)
 
 
@@ -72,6 +74,7 @@ def write_checkpoint(
     parts: Mapping[str, ShardedTensor],
     dtypes: Mapping[str, torch.dtype],
     make: Callable[[str], torch.Tensor],
+    args: Namespace | None = None,
 ) -> None:
     """Write a checkpoint of weights for the program's ``--load``, as a *release* of Megatron's.
 
@@ -79,6 +82,7 @@ def write_checkpoint(
         directory: existing directory that ``--load`` will name.
         parts: the parts to write, by name. dtypes: their dtypes.
         make: returns the tensor of a part's name; called when it is to be written.
+        args: options of a run, which are saved, too.
     """
     release = directory / "release"
     release.mkdir()
@@ -106,7 +110,7 @@ def write_checkpoint(
     writer.set_up_storage_writer(True)
     plans, metadata = create_default_global_save_plan(plans)
     plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
-    results = [writer.write_data(plan, _SavePlanner(tensor)).wait() for plan in plans]
+    results = [writer.write_data(plan, _SavePlanner(tensor, args)).wait() for plan in plans]
     writer.finish(metadata, results)
     save_config(CheckpointingConfig("torch_dist", 1), str(release))
     save_integrity_manifest(str(release))
@@ -159,12 +163,17 @@ class Checkpoint:
             )
         return args
 
-    def read(self, parts: Mapping[str, ShardedTensor]) -> dict[str, torch.Tensor]:
-        """Read the tensors of parts, by name; a key is read as a whole, and no others."""
-        stored = {key: self.tensors[key] for key in {saved_key(p.key) for p in parts.values()}}
-        whole = {key: torch.empty(s.size, dtype=s.properties.dtype) for key, s in stored.items()}
+    def whole(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Read whole tensors by their keys, and no others; what a tensor lacks is zero."""
+        stored = {key: self.tensors[key] for key in keys}
+        whole = {key: torch.zeros(s.size, dtype=s.properties.dtype) for key, s in stored.items()}
         with no_code_from_checkpoints():
             load(whole, storage_reader=SafeReader(self.directory), no_dist=True)
+        return whole
+
+    def read(self, parts: Mapping[str, ShardedTensor]) -> dict[str, torch.Tensor]:
+        """Read the tensors of parts, by name."""
+        whole = self.whole({saved_key(part.key) for part in parts.values()})
         tensors = {}
         for name, part in parts.items():
             box = box_of(part)

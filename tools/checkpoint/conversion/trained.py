@@ -10,6 +10,7 @@ import json
 import shutil
 import tempfile
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 
 from conversion.directions import MODEL, preset_of_run, to_hugging_face
@@ -52,7 +53,7 @@ def export(checkpoint: Path, out: Path) -> None:
     with tempfile.TemporaryDirectory() as directory:
         like = Path(directory)
         _tokenizer(args, like)
-        _config(preset, args).save_pretrained(like)
+        their_config(preset, args.token_ids).save_pretrained(like)
         write_preset(preset, like / MODEL)
         inputs = {name: getattr(args, name) for name in PREPARED}
         inputs[ASKED] = vars(args).get(ASKED, {})  # not in a run from before it
@@ -73,8 +74,15 @@ def preset_as_trained(args: Namespace) -> VLMPreset:
     return preset.with_images_of_any_size(least, most, frame)
 
 
-def _config(preset: VLMPreset, args: Namespace):
-    """Return transformers' configuration of a model of the program."""
+def their_config(preset: VLMPreset, token_ids: Mapping[str, int]):
+    """Return transformers' configuration of a model of the program.
+
+    Args:
+        token_ids: token of each encoder's rows.
+
+    Raises:
+        UserError: transformers has no such model.
+    """
     from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3_Config
 
     if not preset.is_in_transformers:
@@ -89,8 +97,8 @@ def _config(preset: VLMPreset, args: Namespace):
         **{"audio_config": None} | of_parts,
         vision_hidden_size=preset.images.hidden,
         video_temporal_patch_size=of_parts["vision_config"]["video_temporal_patch_size"],
-        image_token_id=args.token_ids[IMAGES],
-        audio_token_id=args.token_ids.get(SOUND),
+        image_token_id=token_ids[IMAGES],
+        audio_token_id=token_ids.get(SOUND),
     )
 
 

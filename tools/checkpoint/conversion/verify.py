@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from conversion.merged import loading
 from conversion.their_model import embedded, their_model, their_rows
 from conversion.torch_dist import Checkpoint
 from examples.mimo.common.errors import UserError
@@ -151,10 +152,10 @@ def our_logits(checkpoint: Path, preset: VLMPreset, source: Given) -> dict[int, 
     length = max(len(ids) for ids, _ in source.samples)
     words = f"--seq-length {length} --micro-batch-size 1 --global-batch-size {count} --skip-train "
     words += f"--train-iters 1 --eval-iters 1 --dynamic-resolution-min-patches {LEAST} "
-    words += "--dynamic-resolution --pretrained-checkpoint"
+    words += f"--dynamic-resolution {loading(checkpoint)}"
     os.environ.update(ALONE)
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        session = program.open_session(Run.of([*words.split(), str(checkpoint)], 1, preset), source)
+        session = program.open_session(Run.of(words.split(), 1, preset), source)
         with replaced(program, forward_step=noted):
             program.train(session)
         program.close_session(session)

@@ -1,0 +1,151 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of LoRA runs in Hugging Face's peft, and peft's here: the same logits, none without."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from megatron.core.transformer.lora import is_adapter
+from tests.unit_tests.checkpoint.conversions import TOLERANCE, convert, run_converter
+from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
+from tests.unit_tests.checkpoint.program_logits import BATCH, loading
+from tests.unit_tests.examples.nemotron_vlm.runs import Trainer, trainer
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
+
+from conversion.directions import preset_of_checkpoint  # isort: skip
+from conversion.their_model import their_model  # isort: skip
+from conversion.verify import LEAST, differences, of_each_kind, their_logits  # isort: skip
+
+pytestmark = pytest.mark.skipif(HAVE_CUDA, reason="the converter's process has no GPU")
+
+WORDS = "all-linear,images:all-linear,sound:all-linear"
+LORA = ("--lora-dim", "4", "--lora-rs", "--lora-target-modules", WORDS)
+
+
+def randomize(run: Trainer) -> None:
+    """Give all that a run trains values that matter to its logits."""
+    rng = torch.Generator().manual_seed(3)
+    for name, weight in run.stages[0].named_parameters():
+        if weight.requires_grad and "linear_in" not in name:
+            scale = 0.03
+            weight.data += scale * torch.randn(weight.shape, generator=rng)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Iterator[Path]:
+    """Folder: base (of theirs), run (LoRA and a trained projector), peft and merged (of it)."""
+    Utils.read_environment()
+    path = tmp_path_factory.mktemp("peft")
+    theirs = save(whole_vlm(sound=True), path / "theirs")
+    convert("hf-to-megatron", "--vlm", theirs, "--model", "tiny-omni", "--out", path / "base")
+    beside = ("--dynamic-resolution", "--train-parts", "images:projector")
+    with trainer(*BATCH, *loading(path / "base"), *LORA, *beside) as run:
+        randomize(run)
+        run.save(path / "run")
+    words = ("megatron-to-hf", path / "run", "--like", theirs, "--out")
+    convert(*words, path / "peft", "--adapter")
+    convert(*words, path / "merged")
+    yield path
+    Utils.destroy()
+
+
+def largest(checkpoint: Path, directory: Path) -> dict[str, float]:
+    """Largest differences of logits between the program and transformers, by kind of input."""
+    Utils.destroy()
+    found = differences(checkpoint, directory, preset_of_checkpoint(checkpoint))
+    return {kind: difference for kind, difference, _ in found}
+
+
+@pytest.mark.parametrize("directory", ["peft", "merged"])
+def test_transformers_with_the_adapters_has_our_logits(path, directory, record_property):
+    found = largest(path / "run", path / directory)
+    record_property("largest difference", max(found.values()))
+    assert list(found) == ["text", "image", "video", "sound"]
+    assert max(found.values()) <= TOLERANCE, found
+
+
+def test_every_adapted_module_has_an_effect(path):
+    """Each of peft's modules, and the base's logits are far from all of them together."""
+    model = their_model(path / "peft", as_ours=True)
+    preset = preset_of_checkpoint(path / "run").with_images_of_any_size(LEAST)
+    _, source = of_each_kind(preset, model.config)
+
+    @torch.no_grad()
+    def logits() -> torch.Tensor:
+        return torch.cat(their_logits(model, preset.images, source))
+
+    whole = logits()
+    layers = {
+        name: m.lora_B["default"] for name, m in model.named_modules() if hasattr(m, "lora_B")
+    }
+    kinds = {name.rpartition(".")[2] for name in layers}
+    assert kinds >= {
+        "in_proj",
+        "out_proj",
+        "q_proj",
+        "experts",
+        "base_layer",
+        "fc1",
+        "relative_k_proj",
+    }
+    for name, layer in layers.items():
+        kept = layer.weight.data
+        layer.weight.data = torch.zeros_like(kept)
+        change = (logits() - whole).abs().max()
+        layer.weight.data = kept
+        assert change > 20 * TOLERANCE, name
+    assert min(largest(path / "run", path / "theirs").values()) > 0.1
+
+
+def test_adapters_of_peft_go_on_training_here(path, record_property):
+    """Its projections have A's of their own, and some layers have no adapter."""
+    model = their_model(path / "theirs", as_ours=True)
+    modules = ["q_proj", "v_proj", "in_proj", "fc1", "linear2", "layers.7.mixer.up_proj"]
+    experts = ["experts.up_proj", "layers.1.mixer.experts.down_proj"]
+    how = {"r": 3, "lora_alpha": 2, "init_lora_weights": False}
+    adapted = get_peft_model(
+        model, LoraConfig(target_modules=modules, target_parameters=experts, **how)
+    )
+    adapted.save_pretrained(path / "of-peft")
+    given = ("--adapter", path / "of-peft", "--model", path / "base/model.json")
+    said = convert("hf-to-megatron", *given, "--out", path / "from-peft")
+    words = said.split(": ")[1].replace("BASE", str(path / "base")).split()
+    assert words[words.index("--lora-dim") + 1] == "6"
+    model = ("--model", str(path / "base/model.json"), "--dynamic-resolution", "--lr", "1e-3")
+    with trainer(*BATCH, *model, *words) as run:
+        run.save(path / "went-on")
+        before = {n: p.clone() for n, p in run.stages[0].named_parameters() if is_adapter(n)}
+        assert run.train_step()["grad_norm"] > 0
+        assert any(
+            not torch.equal(p, before[n])
+            for n, p in run.stages[0].named_parameters()
+            if n in before
+        )
+    found = largest(path / "went-on", path / "of-peft")
+    record_property("largest difference", max(found.values()))
+    assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"use_dora": True}, "use_dora is True, and ours has False"),
+        ({"target_modules": ["lm_head"]}, "our model has no adapters of"),
+        (
+            {"target_modules": ["pointwise_conv1"]},
+            "misshapen: base_model.model.audio_tower.layers.0.conv",
+        ),
+    ],
+)
+def test_adapters_that_ours_cannot_have_are_refused(path, tmp_path, capsys, change, reason):
+    model = their_model(path / "theirs")
+    get_peft_model(model, LoraConfig(**{"target_modules": ["q_proj"]} | change)).save_pretrained(
+        tmp_path / "peft"
+    )
+    given = ("--adapter", tmp_path / "peft", "--model", path / "base/model.json")
+    assert run_converter("hf-to-megatron", *given, "--out", tmp_path / "out") == 2
+    assert reason in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -1,0 +1,84 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of LoRA runs as whole models: adapters are merged into their base as it is read."""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from conversion.program_model import MODULE, saved_key
+from conversion.torch_dist import Checkpoint
+from examples.mimo.common.errors import UserError
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.transformer.lora import is_adapter, merged
+
+
+def whole_model(directory: Path) -> Checkpoint:
+    """Open a checkpoint; that of a LoRA run with its base.
+
+    Raises:
+        UserError: there is no such checkpoint, or its base is not there.
+    """
+    saved = Checkpoint(directory)
+    return _Merged(saved) if adapters_of(saved) else saved
+
+
+def adapters_of(saved: Checkpoint) -> list[str]:
+    """Return the keys of a checkpoint's adapters, without the optimizer's."""
+    return [key for key in saved.tensors if MODULE.match(key) and is_adapter(key)]
+
+
+def loading(directory: Path) -> str:
+    """Return the options with which the program loads a checkpoint, and its base."""
+    saved = Checkpoint(directory)
+    if not adapters_of(saved):
+        return f"--pretrained-checkpoint {directory}"
+    args, names = saved.options, ("lora_dim", "lora_alpha", "lora_target_modules", "train_parts")
+    words = ["--finetune"] + [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
+    words += [f"--load={directory}", f"--pretrained-checkpoint={args.pretrained_checkpoint}"]
+    return " ".join(words + ["--lora-rs"] * args.lora_rs)
+
+
+def matrices_of(weight: str) -> tuple[str, str]:
+    """Return the names of A and B for a weight's name, also if it is one of several parts."""
+    stem, _, rest = weight.rpartition(".weight")
+    a, b = (f"{stem}.adapter.linear_{each}.weight" for each in ("in", "out"))
+    return a + re.sub(r"^\.\w+", "", rest), b + rest
+
+
+def scale_of(alpha: float, rank: int, is_rs: bool) -> float:
+    """Return the factor of an adapter's output."""
+    return alpha / (math.sqrt(rank) if is_rs else rank)
+
+
+class _Merged(Checkpoint):
+    """A base with the adapters, and what was trained beside them."""
+
+    def __init__(self, trained: Checkpoint) -> None:
+        args = trained.options
+        if not args.pretrained_checkpoint:
+            raise UserError(
+                f"{trained.directory}: its base has initial weights, which are not saved"
+            )
+        super().__init__(Path(args.pretrained_checkpoint))
+        self._trained = trained
+        self._scale = scale_of(args.lora_alpha, args.lora_dim, args.lora_rs)
+        self._held = trained.whole(adapters_of(trained))
+        own = {key for key in trained.tensors if MODULE.match(key) and not is_adapter(key)}
+        self.tensors |= {key: trained.tensors[key] for key in own}
+
+    def read(self, parts: Mapping[str, ShardedTensor]) -> dict[str, torch.Tensor]:
+        """Read the tensors of parts, by name."""
+        own = {name for name, part in parts.items() if saved_key(part.key) in self._trained.tensors}
+        tensors = self._trained.read({name: parts[name] for name in own})
+        tensors |= super().read({name: parts[name] for name in parts.keys() - own})
+        for name, part in parts.items():
+            first, second = matrices_of(saved_key(part.key))
+            if second in self._held:
+                place = part.global_offset[: part.prepend_axis_num]
+                pair = self._held[first][place], self._held[second][place]
+                tensors[name] = merged(tensors[name], *pair, self._scale)
+        return tensors
