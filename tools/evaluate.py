@@ -77,10 +77,10 @@ def _questions(source, count: int):
 
 def _files(question) -> list:
     from examples.mimo.nemotron_vlm.energon.conversation import PLACEHOLDERS
-    from examples.mimo.nemotron_vlm.energon.encoding import File
+    from examples.mimo.nemotron_vlm.energon.records import Medium
 
     kinds = {placeholder.strip("<>"): kind for kind, placeholder in PLACEHOLDERS.items()}
-    return [File(kinds[kind], tuple(files.values())) for kind, files in question.media]
+    return [Medium(kinds[kind], tuple(files.values())) for kind, files in question.media]
 
 
 if __name__ == "__main__":
