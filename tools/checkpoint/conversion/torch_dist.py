@@ -59,7 +59,8 @@ class _SavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> object:
         if index.fqn == COMMON:
-            return [{"checkpoint_version": 3.0, "iteration": 0, "args": self._args}]
+            common = {"checkpoint_version": 3.0, "iteration": 0}
+            return [common | ({"args": self._args} if self._args else {})]
         return self._tensor(index)
 
 
