@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 import examples.mimo.nemotron_vlm.energon as package
+from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn
 from examples.mimo.nemotron_vlm.model.names import IMAGES
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
@@ -19,6 +20,7 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     source,
     text_lines,
 )
+from tests.unit_tests.examples.nemotron_vlm.runs import options_of
 
 
 def test_a_missing_package_is_refused_with_the_extra(monkeypatch):
@@ -59,8 +61,11 @@ def test_no_line_of_several_words_is_both_trained_on_and_held_out(tmp_path):
     assert is_answer.sum() == 6 and chat.words(ids[is_answer]) == "t o _ b e"
 
 
-def test_the_benchs_pictures_open(tmp_path, monkeypatch):
+def test_the_benchs_mixture_opens(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(Path(make_webdataset.__file__).parents[1] / "bench")
-    made = importlib.import_module("pictures").make(tmp_path / "pictures", "pictures", 32, [])
-    assert made[:2] == ["--data", f"energon:{tmp_path}/pictures"]
-    assert source(tmp_path / "pictures", seq_length=999).epoch_size("train") == 32
+    model = ["--model", "tiny-omni"]
+    made = importlib.import_module("mixture").make(tmp_path / "mixture", 32, model)
+    sizes = ("--dynamic-resolution", "--seq-length", "99968", "--vocab-size", "1024")
+    run = options_of(*model, *made, *sizes)
+    opened = make_source(run.args, run.preset)
+    assert opened.epoch_size("train") == 32 and not opened.left_out("train")
