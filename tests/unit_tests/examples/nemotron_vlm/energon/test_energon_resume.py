@@ -130,7 +130,10 @@ ROWS = {
 """Options of the run that goes on and what happens, by the table's row; a third member is options
 of the run that was saved."""
 
-ELSEWHERE = ["the version of Megatron-LM, release or [next](../contributor/moving-the-pin.md)"]
+ELSEWHERE = [
+    "another base, rank or choice of layers of [adapters](adapters.md)",
+    "the version of Megatron-LM, release or [next](../contributor/moving-the-pin.md)",
+]
 """Rows whose cases are in tests/e2e/test_other_pin.py."""
 
 CASES = [
