@@ -22,7 +22,6 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.options.run import Run
 from tests.unit_tests.examples.nemotron_vlm.loop.models import FULL
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
-    ADAPTED,
     ALLGATHER,
     APART,
     CONTIGUOUS,
@@ -59,7 +58,7 @@ FACTORS = {
     "overlap": ((), OVERLAP),
     "dispatcher": ((), ALLGATHER),
     "optimizer": ((), ("--no-use-distributed-optimizer",)),
-    "frozen": ((), ("--freeze", "encoder"), ("--freeze", "language"), ADAPTED),
+    "frozen": ((), ("--freeze", "encoder"), ("--freeze", "language")),
     "model's options": ((), TIED, LEARNED, GATED),
 }
 """Values of each factor, from which rows are drawn."""
