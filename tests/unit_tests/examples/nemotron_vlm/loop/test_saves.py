@@ -4,7 +4,6 @@
 of its files: the run goes on."""
 
 import functools
-import json
 import tempfile
 import threading
 from argparse import Namespace
@@ -15,14 +14,11 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks
-from examples.mimo.nemotron_vlm.loop.best import best_of
-from examples.mimo.nemotron_vlm.loop.forward_step import SCORES
 from examples.mimo.nemotron_vlm.loop.resume_rules import check_resume
 from examples.mimo.nemotron_vlm.options.run import Run
 from megatron.core.dist_checkpointing import parallel_manifest, serialization
@@ -30,7 +26,6 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.first_rank import failures, on_first_rank
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.training import checkpointing
-from megatron.training import training as loop
 from megatron.training.checkpointing import get_checkpoint_tracker_filename as tracker_of
 from megatron.training.global_vars import get_args
 from tests.e2e.test_faults import assert_whole, newest
@@ -295,41 +290,4 @@ class TestTheCheckpointThatARunBeganWith:
             goes_on = ("--load", str(shared_path), "--ckpt-step", step)
             with pytest.raises(UserError, match=rf"has no iter_000000{step}; steps there: 1$"):
                 trajectory(*goes_on, steps=9)
-        dist.barrier()
-
-
-@requires_world_size(2)
-class TestTheBest:
-    """Losses of evaluations are made up: 3, 1, 2, 1.5 and, where the run goes on, 0.5."""
-
-    LOSSES = 3.0, 1.0, 2.0, 1.5, 0.5
-    KEEPS = ("--keep-best", "eval_loss", "--eval-interval", "1", "--eval-iters", "1")
-    KEEPS += ("--save-retain-interval", "100")
-
-    def steps(self, folder: Path, monkeypatch, steps: int, *options: str) -> list[str]:
-        def evaluated(*arguments, **named):
-            loss = torch.tensor(self.LOSSES[get_args().curr_iteration])
-            scores = dict.fromkeys(SCORES.values(), loss)
-            return (scores if Utils.rank == Utils.world_size - 1 else {}), None, False
-
-        monkeypatch.setattr(loop, "evaluate", evaluated)
-        trajectory(*SAVES, str(folder), *self.KEEPS, *options, steps=steps)
-        wait_for_deletions()
-        return sorted(path.name[5:].lstrip("0") for path in folder.glob("iter_*"))
-
-    def test_is_kept_beside_the_newest_until_a_better_one(self, shared_path, monkeypatch):
-        assert self.steps(shared_path, monkeypatch, 4) == ["2", "4"]
-        assert best_of(shared_path).name == "iter_0000002"
-        assert_whole(best_of(shared_path), ranks=2)
-        dist.barrier()
-        goes_on = "--load", str(shared_path)
-        assert self.steps(shared_path, monkeypatch, 5, *goes_on) == ["2", "5"]
-        assert json.loads((shared_path / "best.json").read_text()) == {"step": 5, "eval_loss": 0.5}
-        dist.barrier()
-
-    def test_is_none_where_its_save_failed(self, shared_path, monkeypatch):
-        place = PLACES["a rank's tensors"]
-        monkeypatch.setattr(place.owner, place.name, failing(getattr(*place[:2]), place, 2))
-        assert self.steps(shared_path, monkeypatch, 3) == ["3"]
-        assert best_of(shared_path).name == "iter_0000003"
         dist.barrier()
