@@ -131,7 +131,7 @@ ROWS = {
 of the run that was saved."""
 
 ELSEWHERE = [
-    "another base, rank or choice of layers of [adapters](adapters.md)",
+    "another base, rank or layers of [adapters](adapters.md)",
     "the version of Megatron-LM, release or [next](../contributor/moving-the-pin.md)",
 ]
 """Rows whose cases are in tests/e2e/test_other_pin.py."""
