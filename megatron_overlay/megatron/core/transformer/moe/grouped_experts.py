@@ -56,10 +56,13 @@ class GroupedExperts(SequentialMLP):
             is_grouped = is_grouped and self.num_local_experts > 1 and has_right_grouped_gemm()
         if not is_grouped:
             return super().forward(hidden, tokens_per_expert, probs)
-        experts = self.local_experts[::-1] if self.counts_stay_on_device else self.local_experts
+        experts = self.local_experts
         layers = [[e.linear_fc1 for e in experts], [e.linear_fc2 for e in experts]]
         first, second = ([_weights(layer)[0] for layer in each] for each in layers)
         adapters = [[layer.adapter for layer in each if has_adapter(layer)] for each in layers]
+        if self.counts_stay_on_device:  # reversed once their gathers were awaited in their order
+            first, second = first[::-1], second[::-1]
+            adapters = [each[::-1] for each in adapters]
         return apply_experts(self, first, second, hidden, tokens_per_expert, probs, *adapters)
 
 
