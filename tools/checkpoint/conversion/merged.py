@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of LoRA runs as whole models: adapters are merged into their base as it is read."""
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +12,11 @@ from conversion.program_model import MODULE, saved_key
 from conversion.torch_dist import Checkpoint
 from examples.mimo.common.errors import UserError
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.transformer.lora import is_adapter, merged
+from megatron.core.transformer.lora import is_adapter, merged, scale_of
 
 
 def whole_model(directory: Path) -> Checkpoint:
-    """Open a checkpoint; that of a LoRA run with its base.
+    """Open a checkpoint, a LoRA run's together with its base.
 
     Raises:
         UserError: there is no such checkpoint, or its base is not there.
@@ -47,11 +46,6 @@ def matrices_of(weight: str) -> tuple[str, str]:
     stem, _, rest = weight.rpartition(".weight")
     a, b = (f"{stem}.adapter.linear_{each}.weight" for each in ("in", "out"))
     return a + re.sub(r"^\.\w+", "", rest), b + rest
-
-
-def scale_of(alpha: float, rank: int, is_rs: bool) -> float:
-    """Return the factor of an adapter's output."""
-    return alpha / (math.sqrt(rank) if is_rs else rank)
 
 
 class _Merged(Checkpoint):

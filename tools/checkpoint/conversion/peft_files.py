@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 
 from conversion.directions import MODEL, preset_of_run, whole_directory
-from conversion.merged import adapters_of, matrices_of, scale_of
+from conversion.merged import adapters_of, matrices_of
 from conversion.program_model import program_model, saved_key
 from conversion.rows import Shape, differences, refuse
 from conversion.sources import sources_of
@@ -31,7 +31,7 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.model.encoders.hugging_face import check_values
 from examples.mimo.nemotron_vlm.model.part_settings import part_of
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, write_preset
-from megatron.core.transformer.lora import is_adapter
+from megatron.core.transformer.lora import is_adapter, scale_of
 
 PREFIX = "base_model.model."
 """Prefix of names in peft's files; transformers' names of modules follow."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.loop.all_ranks import one_line
 from examples.mimo.nemotron_vlm.loop.terminal import say
+from megatron.core.dist_checkpointing.first_rank import whole_file
 
 FILE = "best.json"
 """The file: ``{"step": 20, "eval_loss": 0.31}``."""
@@ -64,12 +65,9 @@ class Best:
 
     def _write(self) -> None:
         file = Path(self._args.save, FILE)
-        partial = file.with_name(f"{FILE}.partial")
         try:
-            partial.write_text(
-                json.dumps({"step": self.step, self._args.keep_best: self._score}) + "\n"
-            )
-            partial.replace(file)
+            with whole_file(str(file), open) as best:
+                best.write(json.dumps({"step": self.step, self._args.keep_best: self._score}))
         except OSError as error:
             say(f"warning: {file}: cannot write it: {one_line(error)}", self._args)
 

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from argparse import Namespace
 from collections import Counter
@@ -36,6 +35,7 @@ from megatron.core.transformer.lora import (
     is_adapter,
     linear_layers,
     require_input_gradients,
+    scale_of,
 )
 
 ALL_LINEAR = "all-linear"
@@ -45,7 +45,7 @@ AT_A_TIME = 2**24
 """Elements of a base that are summed up at once."""
 
 FACTOR = 0x2545F4914F6CDD1D
-"""An odd factor, by which places of a weight become unlike factors of its elements."""
+"""An odd factor that turns the place of an element into a number of its own."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class Adapters:
 
     @classmethod
     def of(cls, args: Namespace, names: list[str]) -> Adapters | None:
-        """Return those of a run; None without LoRA."""
+        """Return the adapters of a run; None without LoRA."""
         if not args.lora_dim:
             return None
-        scale = args.lora_alpha / (math.sqrt(args.lora_dim) if args.lora_rs else args.lora_dim)
+        scale = scale_of(args.lora_alpha, args.lora_dim, args.lora_rs)
         words = tuple(args.lora_target_modules.split(","))
         settings = LoRA(args.lora_dim, scale, args.lora_dropout)
         return cls(settings, words, adapted_parts(args, names))
@@ -102,7 +102,7 @@ class Adapters:
 
 
 def _whole_name(stage: MimoModel, name: str) -> str:
-    """Return a layer's name with its number in the whole model, and without that of an expert."""
+    """Return a layer's name with its number in the whole model, and without an expert's."""
     parts = name.split(".")
     for place, part in enumerate(parts[:-1]):
         if part == "layers":
@@ -116,7 +116,7 @@ class AdaptedModel(MimoModel):
     """A MimoModel with adapters.
 
     Attributes:
-        words: those of the adapters that have chosen a layer here.
+        words: the words that have chosen a layer here.
         frozen: parts whose own weights are not trained.
         takes: tells from a parameter's name whether it is in checkpoints; all are, until
             `save_trained`.

@@ -15,6 +15,7 @@ in its backward.
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -181,7 +182,7 @@ def add_adapters(model: nn.Module, settings: LoRA, names: Sequence[str]) -> None
     adapter, as PyTorch's parametrizations do.
 
     Args:
-        names: of the layers, among those of :func:`linear_layers`.
+        names: of the layers, which :func:`linear_layers` returns.
     """
     for name in names:
         place, _, own = name.rpartition(".")
@@ -215,6 +216,11 @@ def require_input_gradients(stack: nn.Module) -> None:
                 value.requires_grad_()
 
     stack.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def scale_of(alpha: float, dim: int, is_rs: bool) -> float:
+    """Return the factor of an adapter's output; of rsLoRA (arXiv 2312.03732) if ``is_rs``."""
+    return alpha / (math.sqrt(dim) if is_rs else dim)
 
 
 def has_adapter(layer: nn.Module) -> bool:
