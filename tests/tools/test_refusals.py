@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in the way of a command is named, with its exit code, before anything changes."""
+"""A command names what stands in its way, with its exit code, before anything changes."""
 
 import fcntl
 import json

@@ -135,8 +135,8 @@ def check_adapters(args: Namespace, saved: Namespace | None, directory: str) -> 
         raise UserError(f"{directory} has other adapters ({others}); give what was given then")
     if has and saved.lora_base not in (None, args.lora_base):  # peft does not name its base
         raise UserError(
-            f"{directory} has adapters of another base: its checksum is {saved.lora_base}, that of "
-            f"--pretrained-checkpoint {args.pretrained_checkpoint} is {args.lora_base}"
+            f"{directory} has adapters of another base: its checksum is {saved.lora_base}, and "
+            f"--pretrained-checkpoint {args.pretrained_checkpoint} has {args.lora_base}"
         )
 
 

@@ -207,7 +207,7 @@ def build_vlm(
     Args:
         schedule: when colocated modules encode; the default is that of no options.
         overrides: settings of single parameters of each module, for the optimizer.
-        adapters: those of LoRA.
+        adapters: LoRA's, if any.
 
     Returns:
         One MimoModel for each virtual pipeline stage, an AdaptedModel if it has adapters; the first

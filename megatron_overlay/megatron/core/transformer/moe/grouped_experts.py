@@ -104,7 +104,7 @@ def apply_experts(
             or any numbers with ``moe_permute_fusion``, whose kernels read the experts' rows alone.
         tokens_per_expert: ``[experts]``, integers.
         probs: ``[rows]``, weights of the experts' activations.
-        first_adapters, second_adapters: those of each expert's layers, or none.
+        first_adapters, second_adapters: adapters of each expert's layers, or none.
 
     Returns:
         ``[rows, H]``, partial sums over the experts' tensor-parallel ranks; and no bias.

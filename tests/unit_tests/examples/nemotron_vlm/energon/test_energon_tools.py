@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What --data energon needs, and the tools that make data."""
+"""The packages that --data energon needs, and the tools that make data, are tested here."""
 
 import importlib
 import io

@@ -112,7 +112,7 @@ class TestStep:
 @requires_world_size(2)
 @pytest.mark.parametrize("macro_batch", [1, 2])
 def test_encoders_without_an_input_run_at_a_steps_ends_alone(macro_batch, monkeypatch):
-    """Of eight microbatches, two to five have sound, and in every third step none."""
+    """Two to five of eight microbatches have sound, and none in every third step."""
     runs, forward = [], SoundEncoder.forward
 
     def counted(encoder, frames, lengths):

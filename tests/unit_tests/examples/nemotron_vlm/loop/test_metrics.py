@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a run tells: records of steps, boards, the terminal's lines."""
+"""A run tells its steps in records, on boards and in the terminal's lines."""
 
 import json
 import resource

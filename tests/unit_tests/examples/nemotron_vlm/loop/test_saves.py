@@ -246,7 +246,8 @@ class TestTheCheckpointThatARunBeganWith:
 
     @pytest.mark.parametrize("says", ["release", "x\n"])
     def test_may_have_a_tracker_that_names_no_step(self, says, shared_path):
-        """As a converted one; the run saves as if it were of step 0, and deletes its own."""
+        """A converted checkpoint has such a tracker; the run saves as if it were of step 0, and
+        deletes its own."""
         source = self.saved(shared_path, 1)
         if Utils.rank == 0:
             source.rename(shared_path / "release")

@@ -52,7 +52,7 @@ def adapted_names(run: Trainer) -> dict[str, Adapter]:
     ],
 )
 def test_loss_and_all_gradients_are_those_of_merged_weights(options):
-    """Of a weight W + s·B·A with the gradient G, B has the gradient s·G·Aᵀ, and A s·Bᵀ·G."""
+    """The gradients of B and A are s·G·Aᵀ and s·Bᵀ·G; G is the gradient of W + s·B·A."""
     with trainer(*CALM, *LORA, *options) as run:
         held, layers = parameters(run), adapted_names(run)
         assert {name.rpartition(".")[2] for name in layers} >= {"linear_qkv", "linear_fc2"}

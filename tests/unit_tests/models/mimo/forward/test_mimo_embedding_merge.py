@@ -125,7 +125,7 @@ def test_gradients_come_through_the_mask_that_each_token_had(batch, colocated):
 @pytest.mark.parametrize("samples", [[[30, 1], [30, 30]], [[30, 1], [1, 30]], [[30, 30]], [[1, 1]]])
 @pytest.mark.parametrize("shape", [(3, 4), (2, 4), (3, 1, 4)])
 def test_the_rows_of_samples_are_noted_as_upstream_notes_them(samples, shape):
-    """Where it does not refuse the DP sizes, as it does not of colocated modules."""
+    """The refusal holds where the DP sizes are not refused, as with colocated modules."""
     model = SimpleNamespace(special_token_ids=SPECIAL, role=SimpleNamespace())
     model.role.mode = ModuleLayout.COLOCATED
     for ids in (torch.tensor(samples), None):
