@@ -33,7 +33,7 @@ PROGRAM = "examples/mimo/pretrain_nemotron_vlm.py"
 ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 WARM_UP, MEASURED = 3, 10
-"""Steps of a run, in this order."""
+"""Steps of a run, in this order; a row may have more `measured` ones."""
 
 
 def main(arguments: list[str]) -> int:
@@ -68,7 +68,8 @@ def main(arguments: list[str]) -> int:
                 arguments += ["--img-h", str(row["tile"]), "--img-w", str(row["tile"]), *more]
                 figures = measured_upstream(run, arguments, found[0])
             else:
-                figures = measured(run["ranks"], [*common, *arguments, *more])
+                steps = row.get("measured", MEASURED)
+                figures = measured(run["ranks"], [*common, *arguments, *more], steps)
             found.append({"name": name, **figures})
             print(tables.line(found[-1], found[0]), flush=True)
             if own.json:
@@ -93,11 +94,11 @@ def torchrun(ranks: int) -> list[str]:
     return [sys.executable, *launch]
 
 
-def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
-    """Carry out one run and return its figures."""
+def measured(ranks: int, arguments: list[str], steps: int) -> dict[str, object]:
+    """Carry out one run, of which so many steps count, and return its figures."""
     with tempfile.TemporaryDirectory() as directory:
         metrics = Path(directory, "metrics.jsonl")
-        rest = ["--train-iters", str(WARM_UP + MEASURED), "--metrics-out", str(metrics)]
+        rest = ["--train-iters", str(WARM_UP + steps), "--metrics-out", str(metrics)]
         command = [*torchrun(ranks), PROGRAM, *arguments, *rest, "--seed", "1"]
         checkout = os.environ.get("CHECKOUT", ROOT / "build" / "Megatron-LM")
         subprocess.run(command, check=True, cwd=checkout)

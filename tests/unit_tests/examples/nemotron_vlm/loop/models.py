@@ -147,6 +147,7 @@ in_16_bits = partial(on_gpus, samples=128, tolerance=None)
 ON_GPUS = {
     "engine": on_gpus(ENGINE),
     "local": on_gpus(LOCAL),
+    "65 words on engine": on_gpus((*ENGINE, "--data", "mock", "--vocab-size", "65")),
     "two digits": on_gpus((*ENGINE, *TWO_DIGITS)),
     "gated delta nets": on_gpus((*LOCAL, "--model", "tiny-gdn")),
     "partly text": on_gpus(ENGINE, source=PartlyText()),

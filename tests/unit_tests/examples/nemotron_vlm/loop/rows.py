@@ -81,7 +81,7 @@ EVALUATION = ("--eval-interval", "1", "--eval-iters", "1")
 
 FREEZE_SOUND = ("--freeze", "sound:encoder,sound:projector")
 
-ADAPTED = ("--lora-dim", "4", "--lr", "1e-2", "--train-parts", "projector")
+ADAPTED = ("--lora-dim", "8", "--lr", "1e-2", "--train-parts", "projector")
 ADAPTED += ("--lora-target-modules", "all-linear,images:all-linear")
 """All linear layers of language model and encoder are adapted. At a small rate A, whose gradient
 begins at zero, would move too little to show."""

@@ -6,6 +6,7 @@ See rows.py.
 """
 
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
+    ADAPTED,
     ALLGATHER,
     APART,
     EVALUATION,
@@ -19,6 +20,7 @@ from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL
 ROUTER_GRAPHS = (*GRAPHS, "--cuda-graph-modules", "attn", "mamba", "moe_router")
 ALLTOALL = ("--moe-token-dispatcher-type", "alltoall")
 NO_OVERLAP = ("--no-overlap-grad-reduce", "--no-overlap-param-gather")
+ADAPTED_IN_16_BITS = (*ADAPTED, "--lr", "1e-4")
 
 ON_ONE_GPU = [
     Row(1, "two digits", options=GRAPHS),
@@ -36,6 +38,9 @@ ON_ONE_GPU = [
     Row(1, "bf16 any size", options=("--encoder-attention", "te")),
     Row(1, "engine", options=LOCAL, then=(("dp=1", "dp=1", ()),)),
     Row(1, "engine", then=(("dp=1", "dp=1", LOCAL),)),
+    Row(1, "engine", options=LOCAL, common=ADAPTED, then=(("dp=1", "dp=1", ()),)),
+    Row(1, "engine", options=RECOMPUTE, common=ADAPTED),
+    Row(1, "bf16 any size", options=RECOMPUTE, common=ADAPTED_IN_16_BITS),
 ]
 
 ON_TWO_GPUS = [
@@ -73,6 +78,13 @@ ON_TWO_GPUS = [
     Row(2, "packed local", "dp=2", "pp=2", microbatches=8),
     Row(2, "packed local", options=APART, microbatches=8),
     Row(2, "shards", "dp=2", "cp=2", WORKERS, then=(("tp=2", "dp=2", WORKERS),)),
+    Row(2, "65 words on engine", "dp=2", "tp=2,ep=2,etp=1"),
+    Row(2, "engine", "dp=2", "tp=2,ep=2,etp=1", common=ADAPTED),
+    Row(2, "engine", "tp=2", "dp=2,ep=2", ALLGATHER, ADAPTED, then=(("dp=2", "pp=2", ()),)),
+    Row(2, "engine", options=APART, common=ADAPTED),
+    Row(2, "local", "dp=2", "cp=2", RECOMPUTE, ADAPTED),
+    Row(2, "bf16", "dp=2", "tp=2,ep=2,etp=1", common=ADAPTED_IN_16_BITS),
+    Row(2, "bf16 packed", "tp=2", "dp=2,ep=2", ALLGATHER, ADAPTED_IN_16_BITS, microbatches=4),
     Row(2, "bf16", "dp=2", "tp=2,ep=2,etp=1"),
     Row(2, "bf16", "tp=2", "dp=2"),
     Row(2, "bf16", "dp=2", "cp=2"),
