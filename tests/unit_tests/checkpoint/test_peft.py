@@ -68,6 +68,26 @@ def test_transformers_with_the_adapters_has_our_logits(path, directory, record_p
     assert max(found.values()) <= TOLERANCE, found
 
 
+def test_a_merge_into_another_base_is_refused(path, tmp_path, capsys):
+    """One weight of it is another's, in the place of the run's base."""
+    theirs, base, kept = tmp_path / "theirs", path / "base", tmp_path / "base"
+    model = whole_vlm(sound=True)
+    with torch.no_grad():
+        model.language_model.lm_head.weight[-1, -1] *= 1.01
+    convert("hf-to-megatron", "--vlm", save(model, theirs), "--model", "tiny-omni", "--out", kept)
+    words = ("megatron-to-hf", path / "run", "--like", theirs, "--out", tmp_path / "merged")
+    base.rename(tmp_path / "own")
+    kept.rename(base)
+    try:
+        assert run_converter(*words) == 2
+    finally:
+        base.rename(kept)
+        (tmp_path / "own").rename(base)
+    said = capsys.readouterr().err
+    assert "has adapters of another base: its checksum is" in said and said.count("\n") == 1
+    assert not (tmp_path / "merged").exists()
+
+
 def test_every_adapted_module_has_an_effect(path):
     """Each of peft's modules, and the base's logits are far from all of them together."""
     model = their_model(path / "peft", as_ours=True)

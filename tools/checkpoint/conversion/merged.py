@@ -11,6 +11,7 @@ import torch
 from conversion.program_model import MODULE, saved_key
 from conversion.torch_dist import Checkpoint
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.model.adapters import checksum, digits
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.lora import is_adapter, merged, scale_of
 
@@ -19,7 +20,7 @@ def whole_model(directory: Path) -> Checkpoint:
     """Open a checkpoint, a LoRA run's together with its base.
 
     Raises:
-        UserError: there is no such checkpoint, or its base is not there.
+        UserError: there is no such checkpoint, or its base is not there or has changed.
     """
     saved = Checkpoint(directory)
     return _Merged(saved) if adapters_of(saved) else saved
@@ -58,11 +59,26 @@ class _Merged(Checkpoint):
                 f"{trained.directory}: its base has initial weights, which are not saved"
             )
         super().__init__(Path(args.pretrained_checkpoint))
+        own = {key for key in trained.tensors if MODULE.match(key) and not is_adapter(key)}
+        found = self._checksum(own, args.vocab_size)
+        if args.lora_base not in (None, found):
+            raise UserError(
+                f"{trained.directory} has adapters of another base: its checksum is "
+                f"{args.lora_base}, and {self.directory} has {found}; put the run's base there"
+            )
         self._trained = trained
         self._scale = scale_of(args.lora_alpha, args.lora_dim, args.lora_rs)
         self._held = trained.whole(adapters_of(trained))
-        own = {key for key in trained.tensors if MODULE.match(key) and not is_adapter(key)}
         self.tensors |= {key: trained.tensors[key] for key in own}
+
+    def _checksum(self, trained: set[str], words: int) -> str:
+        """Return the checksum of the base's tensors, without those that were trained, by key."""
+        total = torch.zeros(1, dtype=torch.int64)
+        for key in self.tensors.keys() - trained:
+            if MODULE.match(key):
+                whole = ShardedTensor.from_rank_offsets(key, self.whole([key])[key])
+                total += checksum(whole, words)
+        return digits(total)
 
     def read(self, parts: Mapping[str, ShardedTensor]) -> dict[str, torch.Tensor]:
         """Read the tensors of parts, by name."""

@@ -152,7 +152,7 @@ def _load_base(
 def note_base(args: Namespace, stages: list[AdaptedModel]) -> None:
     """Note the checksum of the weights below adapters, for checkpoints, and say what is trained.
     Collective."""
-    args.lora_base, counts = base_and_counts(stages)
+    args.lora_base, counts = base_and_counts(stages, args.vocab_size)
     parts = sorted({part for part, _ in counts})
     kinds = "adapted", "trained", "frozen"
     lines = (

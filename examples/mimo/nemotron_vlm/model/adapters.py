@@ -44,6 +44,9 @@ ALL_LINEAR = "all-linear"
 AT_A_TIME = 2**24
 """Elements of a base that are summed up at once."""
 
+VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
+"""Ends of names of tensors with a row for each word, and rows of padding after them."""
+
 FACTOR = 0x2545F4914F6CDD1D
 """An odd factor that turns the place of an element into a number of its own."""
 
@@ -160,15 +163,17 @@ def loading_base(stages: list[AdaptedModel]) -> Iterator[None]:
         yield
 
 
-def base_and_counts(stages: list[AdaptedModel]) -> tuple[str, dict[tuple[ModelPart, str], int]]:
-    """Return a checksum of all frozen weights, and numbers of parameters. Collective.
+def base_and_counts(
+    stages: list[AdaptedModel], words: int
+) -> tuple[str, dict[tuple[ModelPart, str], int]]:
+    """Return the checksum of all frozen weights, and numbers of parameters. Collective.
 
-    The checksum is the same in every layout and precision: a sum, modulo 2⁶⁴, of the weights' bits
-    in bfloat16, each times a factor that its name and its place decide.
+    Args:
+        words: size of the vocabulary without padding.
 
     Returns:
-        The checksum in hexadecimal digits; parameters by part, and by ``adapted``, ``trained`` and
-        ``frozen``.
+        The checksum as :func:`digits` writes it; parameters by part, and by ``adapted``,
+        ``trained`` and ``frozen``.
     """
     device = torch.cuda.current_device()
     total, counts = torch.zeros(1, dtype=torch.int64, device=device), Counter()
@@ -183,22 +188,38 @@ def base_and_counts(stages: list[AdaptedModel]) -> tuple[str, dict[tuple[ModelPa
                 kind = "adapted" if is_adapter(name) else "trained"
                 if not stage.is_trained(name):
                     kind = "frozen"
-                    total += _checksum(part)
+                    total += checksum(part, words)
                 counts[part_of(name), kind] += part.data.numel()
     dist.all_reduce(total)
     everywhere: list = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, counts)
-    return f"{int(total) % 2**64:016x}", dict(reduce(Counter.__add__, everywhere))
+    return digits(total), dict(reduce(Counter.__add__, everywhere))
+
+
+def digits(total: torch.Tensor) -> str:
+    """Return a sum of checksums in hexadecimal digits."""
+    return f"{int(total) % 2**64:016x}"
 
 
 @torch.no_grad()
-def _checksum(part: ShardedTensor) -> torch.Tensor:
+def checksum(part: ShardedTensor, words: int) -> torch.Tensor:
+    """Return the checksum ``[1]`` of a part of a model's weights.
+
+    The sum over all parts is the same in every layout and precision: it adds up, modulo 2⁶⁴, the
+    weights' bits in bfloat16, each times a factor that its name and its place decide.
+
+    Args:
+        words: rows that count of an embedding; later ones are padding.
+    """
     key = part.key.replace(".module.", ".")  # DDP's, or none
     first = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
     total = torch.zeros(1, dtype=torch.int64, device=part.data.device)
     rows, axes = max(1, AT_A_TIME * len(part.data) // part.data.numel()), part.prepend_axis_num
-    for row in range(0, len(part.data), rows):
-        own, place = part.data[row : row + rows], torch.zeros_like(total[0])
+    data = part.data
+    if key.endswith(VOCABULARY):
+        data = data[: max(0, words - part.global_offset[axes])]
+    for row in range(0, len(data), rows):
+        own, place = data[row : row + rows], torch.zeros_like(total[0])
         starts = [*part.global_offset]
         starts[axes] += row
         for axis, (start, size) in enumerate(zip(starts, part.global_shape, strict=True)):

@@ -154,6 +154,16 @@ def test_a_checkpoint_has_what_is_trained_alone_and_goes_on_with_its_own_base(tm
 
 
 @requires_world_size(1)
+def test_the_checksum_of_a_base_leaves_out_padding_of_the_vocabulary():
+    words = ("--data", "mock", "--vocab-size", "65", "--make-vocab-size-divisible-by")
+    found = []
+    for padding in ("1", "64"):
+        with trainer(*words, padding, *LORA) as run:
+            found.append(run.args.lora_base)
+    assert found[0] == found[1]
+
+
+@requires_world_size(1)
 @pytest.mark.parametrize(
     ("words", "text"),
     [
