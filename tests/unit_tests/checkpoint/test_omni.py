@@ -187,8 +187,10 @@ def test_training_is_that_of_plain_pytorch(layout, shared_path, record_property)
 
 
 def trained_by_pytorch(model: NemotronH_Omni_Reasoning_V3, args, steps: int) -> list[dict]:
-    """Train with AdamW; returns losses and gradient norms. The scales of layers stay one."""
-    weights = {name: w for name, w in model.named_parameters() if not name.endswith("lambda1")}
+    """Train what is not frozen with AdamW; returns losses and gradient norms. The scales of layers
+    stay one."""
+    trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
+    weights = {name: w for name, w in trained.items() if not name.endswith("lambda1")}
     decays = {name: w.ndim > 1 and not name.endswith(".bias") for name, w in weights.items()}
     groups = [
         {"params": [w for name, w in weights.items() if decays[name] is each], "weight_decay": rate}

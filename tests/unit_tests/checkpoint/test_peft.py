@@ -10,13 +10,26 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from megatron.core.transformer.lora import is_adapter
-from tests.unit_tests.checkpoint.conversions import TOLERANCE, convert, run_converter
+from tests.unit_tests.checkpoint.conversions import (
+    TOLERANCE,
+    convert,
+    run_converter,
+    tensors_of,
+)
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
 from tests.unit_tests.checkpoint.program_logits import BATCH, loading
+from tests.unit_tests.checkpoint.test_omni import (
+    CONVERSATIONS,
+    PLAIN,
+    conversations,
+    trained_by_pytorch,
+)
+from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import apart
 from tests.unit_tests.examples.nemotron_vlm.runs import Trainer, trainer
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
 from conversion.directions import preset_of_checkpoint  # isort: skip
+from conversion.peft_files import PREFIX  # isort: skip
 from conversion.their_model import their_model  # isort: skip
 from conversion.verify import LEAST, differences, of_each_kind, their_logits  # isort: skip
 
@@ -121,12 +134,61 @@ def test_every_adapted_module_has_an_effect(path):
     assert min(largest(path / "run", path / "theirs").values()) > 0.1
 
 
+def share_first_matrices(model: torch.nn.Module) -> None:
+    """Make one parameter of the equal A's of q, k and v, as our linear_qkv has one."""
+    for layer in model.modules():
+        linears = [getattr(layer, f"{name}_proj", None) for name in "qkv"]
+        firsts = [each.lora_A["default"] for each in linears if hasattr(each, "lora_A")]
+        for other in firsts[1:]:
+            if torch.equal(other.weight, firsts[0].weight):
+                other.weight = firsts[0].weight
+
+
+def test_five_steps_of_adamw_are_those_on_peft(path, record_property):
+    """Losses, gradient norms, and A and B of all layers, by the way that they have moved."""
+    options = (*BATCH, *loading(path / "base"), *CONVERSATIONS, *PLAIN.split(), *LORA)
+    with trainer(*options, "--train-iters", "5", source=conversations()) as run:
+        randomize(run)
+        run.save(path / "begun")
+        ours, args = [run.train_step() for _ in range(5)], run.args
+        run.save(path / "ended")
+    for name in ("begun", "ended"):
+        words = (
+            path / name,
+            "--adapter",
+            "--like",
+            path / "theirs",
+            "--out",
+            path / f"{name}-peft",
+        )
+        convert("megatron-to-hf", *words)
+    model = their_model(path / "begun-peft", as_ours=True)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(".lora_" in name)
+    share_first_matrices(model)
+    theirs = trained_by_pytorch(model, args, len(ours))
+    found = apart(ours, theirs)
+    start, end = tensors_of(path / "begun-peft"), tensors_of(path / "ended-peft")
+    names = dict(model.named_parameters(remove_duplicate=False))
+    trained = {name.replace(".default", ""): w for name, w in names.items() if ".lora_" in name}
+    assert {PREFIX + name for name in trained} == end.keys()
+    far = {}
+    for name, weight in trained.items():
+        way = (weight - start[PREFIX + name]).norm()
+        far[name] = float((end[PREFIX + name] - weight).norm() / way)
+        assert way > 0, name
+    record_property("largest difference", found | {"weight": max(far.values())})
+    assert found["loss"] <= TOLERANCE and found["grad_norm"] <= 1e-4, found
+    assert max(far.values()) <= 1e-3, {name: each for name, each in far.items() if each > 1e-3}
+
+
 def test_adapters_of_peft_go_on_training_here(path, record_property):
     """Its projections have A's of their own, and some layers have no adapter."""
     model = their_model(path / "theirs", as_ours=True)
     modules = ["q_proj", "v_proj", "in_proj", "fc1", "linear2", "layers.7.mixer.up_proj"]
     experts = ["experts.up_proj", "layers.1.mixer.experts.down_proj"]
     how = {"r": 3, "lora_alpha": 2, "init_lora_weights": False}
+    torch.manual_seed(3)
     adapted = get_peft_model(
         model, LoraConfig(target_modules=modules, target_parameters=experts, **how)
     )
