@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -96,12 +97,18 @@ class Adapter(nn.Module):
         return first, second
 
     def dropped(self, rows: Tensor) -> Tensor:
-        """Apply dropout; ranks that hold other tokens or features draw from states of their own."""
+        """Apply dropout; ranks that hold other tokens or features drop others.
+
+        Tensor-parallel ranks have random states of their own. Others draw alike, so each rolls the
+        features by its first tensor-parallel rank while they are dropped.
+        """
         if not (self.settings.dropout and self.training):
             return rows
         is_split = self.is_expert or self.has_sequence or self.mode == "row"
+        first = dist.get_process_group_ranks(self.group)[0] if self.group else dist.get_rank()
         with get_cuda_rng_tracker().fork() if is_split else nullcontext():
-            return F.dropout(rows, self.settings.dropout)
+            dropped = F.dropout(rows.roll(-first, -1), self.settings.dropout)
+        return dropped.roll(first, -1)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Map the base's input ``[…, in]`` to the update of its output, ``[…, out]``."""

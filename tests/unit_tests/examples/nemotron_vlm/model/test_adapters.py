@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from examples.mimo.common.errors import UserError
 from megatron.core.dist_checkpointing.safe_loading import SafeReader
 from megatron.core.transformer.lora import Adapter, has_adapter, is_adapter, merged
+from tests.unit_tests.examples.nemotron_vlm.loop.models import FULL
 from tests.unit_tests.examples.nemotron_vlm.runs import Trainer, trainer
 from tests.unit_tests.test_utilities import requires_world_size
 
@@ -91,10 +93,64 @@ def test_loss_and_all_gradients_are_those_of_merged_weights(options):
 
 
 @requires_world_size(1)
-def test_an_adapter_of_full_rank_is_any_change_of_the_weight():
-    change = torch.randn(6, 5)
-    weight = torch.randn(6, 5)
-    torch.testing.assert_close(merged(weight, torch.eye(5), change / 3.0, 3.0), weight + change)
+def test_a_step_at_full_rank_moves_weights_as_full_fine_tuning_does():
+    """With A = (I 0)ᵀ and s = 1, B has the weight's gradient. A has none, as B is zero."""
+    step = (*CALM, "--lr", "1e-2", "--weight-decay", "0")
+    full = ("--lora-dim", "256", "--lora-alpha", "256", *LORA[2:])
+    with trainer(*step, *full) as run:
+        layers, held = adapted_names(run), parameters(run)
+        for adapter in layers.values():
+            torch.nn.init.eye_(adapter.linear_in.weight)
+            assert adapter.linear_in.in_features <= 256
+        before = {name: held[f"{name}.weight"].clone() for name in layers}
+        loss = run.train_step()["loss"]
+        pairs = {name: each.weights() for name, each in layers.items()}
+        moved = {name: merged(before[name], *pair, 1.0) for name, pair in pairs.items()}
+    with trainer(*step) as run:
+        assert run.train_step()["loss"] == loss
+        for name, weight in moved.items():
+            expected = parameters(run)[f"{name}.weight"]
+            way = (expected - before[name]).norm()
+            assert (weight - expected).norm() <= 1e-5 * way, name
+            assert way > 0 or ".experts." in name, name
+
+
+@requires_world_size(1)
+def test_dropout_is_of_the_adapters_input_in_training_alone():
+    """B is zero in the first step. The same seed repeats, also where activations are recomputed."""
+    words = (*CALM[:-4], "--train-iters", "2", "--lr", "1e-2", *LORA, "--lora-dropout")
+    runs = []
+    for options in (("0.5",), ("0.5", *FULL), ("0",)):
+        with trainer(*words, *options) as run:
+            runs.append([run.train_step() for _ in range(2)])
+            run.stages[0].eval()
+            for adapter in adapted_names(run).values():
+                first, second = adapter.weights()
+                rows = torch.randn(3, first.shape[1])
+                expected = rows @ first.T @ second.T * adapter.settings.scale
+                torch.testing.assert_close(adapter(rows), expected)
+    dropped, recomputed, whole = runs
+    assert dropped == recomputed
+    assert dropped[0]["loss"] == whole[0]["loss"]
+    assert dropped[0]["grad_norm"] != pytest.approx(whole[0]["grad_norm"], rel=1e-2)
+    assert dropped[1]["loss"] != pytest.approx(whole[1]["loss"], rel=1e-4)
+
+
+@requires_world_size(4)
+@pytest.mark.parametrize(
+    ("encoder", "language"), [("tp=2", "tp=2,dp=2,ep=4,etp=1"), ("dp=4", "cp=2,dp=2,ep=2")]
+)
+def test_ranks_drop_alike_only_what_they_hold_alike(encoder, language):
+    layout = ("--encoder", encoder, "--language", language, "--lora-dropout", "0.5")
+    with trainer(*LORA, *layout) as run:
+        for name, adapter in adapted_names(run).items():
+            rows = adapter.dropped(torch.ones(16, adapter.linear_in.in_features))
+            assert {*rows.unique().tolist()} == {0.0, 2.0}
+            everywhere = [torch.empty_like(rows) for _ in range(4)]
+            dist.all_gather(everywhere, rows)
+            is_whole = adapter.mode == "column" and not (adapter.has_sequence or adapter.is_expert)
+            alike = adapter.group.size() if is_whole and adapter.group else 1
+            assert len({each.numpy().tobytes() for each in everywhere}) == 4 // alike, name
 
 
 @requires_world_size(1)
