@@ -227,6 +227,20 @@ class TestInstall:
             "assert jit.jit_fuser is torch.compile\n"
         )
 
+    def test_the_compiler_is_imported_by_those_who_use_it_alone(self):
+        run_python(
+            "import sys, torch\n"
+            "from examples.mimo.pretrain_nemotron_vlm import leave_out_compiler\n"
+            "leave_out_compiler()\n"
+            "from megatron.core.cpu_runtime import install\n"
+            "install()\n"
+            "optimizer = torch.optim.AdamW([torch.ones(1, requires_grad=True)])\n"
+            "optimizer.step(); optimizer.load_state_dict(optimizer.state_dict())\n"
+            "assert 'torch._dynamo.convert_frame' not in sys.modules\n"
+            "import torch._dynamo.utils\n"
+            "assert not torch._dynamo.is_compiling() and torch._dynamo.convert_frame\n"
+        )
+
     def test_a_script_runs_under_it_and_a_missing_one_is_named(self, tmp_path):
         script = tmp_path / "script.py"
         script.write_text(

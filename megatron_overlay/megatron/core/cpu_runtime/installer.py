@@ -2,13 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan and make all replacements, and rebind names that modules have already imported."""
 
-import functools
 import sys
-from collections.abc import Callable
 
 import torch
 
-from megatron.core.cpu_runtime import collectives, cuda_api, devices, random
+from megatron.core.cpu_runtime import collectives, compiler, cuda_api, devices, random
 from megatron.core.cpu_runtime.replacement import Replacement
 
 _REBOUND_PACKAGES = ("megatron", "torch.distributed")
@@ -34,19 +32,13 @@ def install() -> None:
         *cuda_api.replacements(),
         *collectives.replacements(),
         *random.replacements(),
-        Replacement(torch, "compile", _eager),
+        Replacement(torch, "compile", compiler.eager),
     ]
     replaced = {id(old): (old, new) for old, new in map(_replace, plan) if callable(old)}
     _rebind_imported_names(replaced)
-    if "torch._dynamo" in sys.modules:  # functions may already be decorated with torch.compile
-        torch.compiler.set_stance("force_eager")
+    compiler.leave_out()
     random.silence_tracker_warning()
     _installed = True
-
-
-def _eager(model: Callable | None = None, **options) -> Callable:
-    """Stand-in for `torch.compile` that compiles nothing, as that costs more than it saves here."""
-    return model if model is not None else functools.partial(_eager, **options)
 
 
 def _replace(replacement: Replacement) -> tuple[object, object]:

@@ -9,8 +9,6 @@ import atexit
 import gc
 from argparse import ArgumentParser
 
-import sklearn.datasets  # noqa: F401
-
 import examples.mimo.nemotron_vlm.loop.run  # noqa: F401
 from megatron.training import argument_utils
 from megatron.training.arguments import add_megatron_arguments

@@ -37,7 +37,6 @@ def assign_parts(
             first stage.
     """
     # Imported here: upstream's scripts, which import this module, need not have SciPy.
-    from scipy.optimize import linear_sum_assignment
     from scipy.sparse import csr_array
 
     overlap = _overlap(src_dp, dest_dp)
@@ -48,6 +47,8 @@ def assign_parts(
     in_order = gain.diagonal().sum()
     if in_order == gain.max(axis=1).sum():  # no assignment gains more than each index's best part
         return tuple(range(src_dp))
+    from scipy.optimize import linear_sum_assignment  # takes a second, which few layouts need
+
     gain = gain.toarray()
     _, best = linear_sum_assignment(gain, maximize=True)
     if in_order == gain[np.arange(src_dp), best].sum():
