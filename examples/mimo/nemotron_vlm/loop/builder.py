@@ -17,6 +17,7 @@ from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.setup.data_parallel import prepare_for_training
 from megatron.core.models.mimo.setup.initialization import initialize_weights
 from megatron.core.models.mimo.setup.module_groups import Modules, prepare_process
+from megatron.core.transformer.moe.grouped_experts import lay_out_frozen_experts
 from megatron.training.models.base import ModelBuilder, ModelConfig, compose_hooks
 
 
@@ -69,6 +70,8 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
         if not wrap_with_ddp:
             for stage in stages:
                 stage.requires_grad_(False)  # wrapped, so names stay, but without buffers
+        for stage in stages:
+            lay_out_frozen_experts(stage)
         prepare_for_training(stages, modules, ddp_config)
         return compose_hooks(self._model_config.post_wrap_hooks)(stages)
 

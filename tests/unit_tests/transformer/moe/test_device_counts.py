@@ -25,7 +25,11 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import grouped_experts
 from megatron.core.transformer.moe.device_counts import DeviceCountDispatcher, counts_stay_on_device
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
-from megatron.core.transformer.moe.grouped_experts import GroupedExperts, with_grouped_experts
+from megatron.core.transformer.moe.grouped_experts import (
+    GroupedExperts,
+    lay_out_frozen_experts,
+    with_grouped_experts,
+)
 from megatron.core.transformer.moe.layout_free_router import with_layout_free_router
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit_tests.no_host_sync import no_host_sync
@@ -37,7 +41,8 @@ TOLERANCE = dict(rtol=1e-5, atol=5e-6)
 """Gradients are sums of a hundred values of order 1 in another order, in fp32."""
 
 MOE_AGAIN = dict(recompute_granularity="selective", recompute_modules=["moe"])
-ON_DEVICE = dict(moe_token_dispatcher_type="allgather", moe_grouped_gemm=True)
+GROUPED = dict(moe_grouped_gemm=True)
+ON_DEVICE = dict(moe_token_dispatcher_type="allgather", **GROUPED)
 
 config_of = partial(
     test_layout_free_router.config_of,
@@ -176,6 +181,26 @@ def test_experts_weights_in_ddps_buffer_are_not_copied(groups_of, engine, monkey
     found = results(layers[1], padding)
     for name in ("output", "input"):
         torch.testing.assert_close(found[name], expected[name])
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize(
+    ("engine", "options"), [(False, ON_DEVICE), (True, ON_DEVICE), (False, GROUPED)]
+)
+def test_frozen_experts_weights_are_not_copied(groups_of, engine, options):
+    """Once they are laid out, the layer has the same results, names and values."""
+    layer = make(groups_of(1, 1), config_of(**options), engine, is_own=True).requires_grad_(False)
+    before = {name: weight.clone() for name, weight in layer.named_parameters()}
+    padding = torch.zeros(BATCH, LENGTH, dtype=torch.bool).to(Utils.device)
+    expected = results(layer, padding)
+    lay_out_frozen_experts(layer)
+    assert all(torch.equal(each, before[name]) for name, each in layer.named_parameters())
+    for weights in layer.experts.weights():
+        together = grouped_experts._together(weights)
+        assert [each.data_ptr() for each in weights] == [each.data_ptr() for each in together]
+    found = results(layer, padding)
+    for name in ("output", "input"):
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)
 
 
 @requires_world_size(1)

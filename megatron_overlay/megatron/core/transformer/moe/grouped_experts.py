@@ -56,14 +56,20 @@ class GroupedExperts(SequentialMLP):
             is_grouped = is_grouped and self.num_local_experts > 1 and has_right_grouped_gemm()
         if not is_grouped:
             return super().forward(hidden, tokens_per_expert, probs)
-        experts = self.local_experts
-        layers = [[e.linear_fc1 for e in experts], [e.linear_fc2 for e in experts]]
-        first, second = ([_weights(layer)[0] for layer in each] for each in layers)
-        adapters = [[layer.adapter for layer in each if has_adapter(layer)] for each in layers]
-        if self.counts_stay_on_device:  # reversed once their gathers were awaited in their order
-            first, second = first[::-1], second[::-1]
+        adapters = [[e.adapter for e in each if has_adapter(e)] for each in self._layers()]
+        if self.counts_stay_on_device:
             adapters = [each[::-1] for each in adapters]
-        return apply_experts(self, first, second, hidden, tokens_per_expert, probs, *adapters)
+        return apply_experts(self, *self.weights(), hidden, tokens_per_expert, probs, *adapters)
+
+    def weights(self) -> list[list[Tensor]]:
+        """Return the weights of both layers, in the order of the dispatcher's rows."""
+        weights = [[_weights(layer)[0] for layer in each] for each in self._layers()]
+        # reversed once their gathers were awaited in their order
+        return [each[::-1] for each in weights] if self.counts_stay_on_device else weights
+
+    def _layers(self) -> list[list[torch.nn.Module]]:
+        experts = self.local_experts
+        return [[e.linear_fc1 for e in experts], [e.linear_fc2 for e in experts]]
 
 
 class TEGroupedExperts(TEGroupedMLP):
@@ -81,8 +87,25 @@ class TEGroupedExperts(TEGroupedMLP):
         """Apply each expert to its tokens, as :func:`apply_experts` does."""
         if not self.counts_stay_on_device:
             return super().forward(hidden, tokens_per_expert, probs)
-        first, second = _weights(self.linear_fc1)[::-1], _weights(self.linear_fc2)[::-1]
-        return apply_experts(self, first, second, hidden, tokens_per_expert, probs)
+        return apply_experts(self, *self.weights(), hidden, tokens_per_expert, probs)
+
+    def weights(self) -> list[list[Tensor]]:
+        """Return the weights of both layers, in the order of the dispatcher's rows."""
+        return [_weights(layer)[::-1] for layer in (self.linear_fc1, self.linear_fc2)]
+
+
+def lay_out_frozen_experts(model: torch.nn.Module) -> None:
+    """Move the frozen weights of experts that grouped GEMMs of PyTorch multiply into one buffer for
+    each layer, as DDP does with trained ones, so that no step copies them together."""
+    for experts in model.modules():
+        if isinstance(experts, GroupedExperts):
+            is_grouped = experts.config.moe_grouped_gemm
+        else:
+            is_grouped = isinstance(experts, TEGroupedExperts) and experts.counts_stay_on_device
+        for weights in experts.weights() if is_grouped else ():
+            if all(each.data_ptr() and not each.requires_grad for each in weights):
+                for weight, place in zip(weights, torch.stack(weights), strict=True):
+                    weight.data = place
 
 
 def apply_experts(
@@ -171,7 +194,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 def _together(weights: Sequence[Tensor]) -> Tensor:
     """Return weights as one tensor ``[experts, …]``: a view, where they lie at equal distances in
-    one buffer of DDP in this order; else a copy."""
+    one buffer in this order; else a copy."""
     first, places = weights[0], [weight.data_ptr() for weight in weights]
     steps = {after - before for before, after in itertools.pairwise(places)} or {first.nbytes}
     step = steps.pop()
