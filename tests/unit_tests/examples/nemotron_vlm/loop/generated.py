@@ -6,7 +6,9 @@ A row is drawn value by value, and kept if the program takes its command line: t
 program's own. Of several draws, the one that shows most new triples of values is the next row. So
 the rows depend on the seed, the number of ranks and the rules alone.
 
-    python -m tests.unit_tests.examples.nemotron_vlm.loop.generated RANKS SEED    prints commands
+    python -m tests.unit_tests.examples.nemotron_vlm.loop.generated RANKS SEED [adapted]
+
+prints commands.
 """
 
 import contextlib
@@ -22,6 +24,7 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.options.run import Run
 from tests.unit_tests.examples.nemotron_vlm.loop.models import FULL
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
+    ADAPTED,
     ALLGATHER,
     APART,
     CONTIGUOUS,
@@ -63,20 +66,34 @@ FACTORS = {
 }
 """Values of each factor, from which rows are drawn."""
 
+LORA = ("--lora-dim", "4", "--lr", "1e-2", "--adam-eps", "1e-3", "--lora-target-modules")
+SOME_LAYERS = (*LORA, "experts.linear_fc?,in_proj,out_proj", "--lora-rs")
+ADAPTERS = (
+    (*ADAPTED, "--adam-eps", "1e-3"),
+    (*LORA, "all-linear"),
+    (*SOME_LAYERS, "--train-parts", "encoder"),
+)
+"""Adapters of both modules, of the language model, and of some layers beside a trained encoder. The
+epsilon keeps Adam from full steps of rounding, after which a token takes another expert."""
+
+KINDS = {"": FACTORS, "adapted": FACTORS | {"frozen": ADAPTERS}}
+"""Factors by kind of row."""
+
 DRAWS = 20
 """Rows that are drawn for each that is kept."""
 
 
-def rows(ranks: int, seed: int) -> Iterator[Row]:
-    """Yield rows for a number of ranks, until no draw that the program takes has a new triple."""
-    return (_row(ranks, values) for values in values_of_rows(ranks, seed))
+def rows(ranks: int, seed: int, kind: str = "") -> Iterator[Row]:
+    """Yield rows of a kind for a number of ranks, until no draw that the program takes has a new
+    triple."""
+    return (_row(ranks, values) for values in values_of_rows(ranks, seed, kind))
 
 
-def values_of_rows(ranks: int, seed: int) -> Iterator[dict[str, object]]:
+def values_of_rows(ranks: int, seed: int, kind: str = "") -> Iterator[dict[str, object]]:
     """Yield the value of each factor in each of the rows."""
     draw, shown = random.Random(f"{ranks} {seed}"), set()
     while True:
-        drawn = [_drawn(draw, ranks) for _ in range(DRAWS)]
+        drawn = [_drawn(draw, ranks, KINDS[kind]) for _ in range(DRAWS)]
         drawn.sort(key=lambda values: len(_triples(values) - shown), reverse=True)
         values = next((values for values in drawn if _is_taken(_row(ranks, values))), None)
         if values is None or _triples(values) <= shown:
@@ -85,10 +102,10 @@ def values_of_rows(ranks: int, seed: int) -> Iterator[dict[str, object]]:
         yield values
 
 
-def _drawn(draw: random.Random, ranks: int) -> dict[str, object]:
+def _drawn(draw: random.Random, ranks: int, factors: dict) -> dict[str, object]:
     """Draw values whose modules fill the ranks; what a value leaves without effect is off."""
     while True:
-        values = {name: draw.choice(choices) for name, choices in FACTORS.items()}
+        values = {name: draw.choice(choices) for name, choices in factors.items()}
         apart = bool(values["placement"])
         if not apart:
             values["encoder pp"] = 1
@@ -148,5 +165,5 @@ def _triples(values: dict) -> set[frozenset]:
 
 if __name__ == "__main__":
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's checks ask for it
-    for row in rows(*map(int, sys.argv[1:])):
+    for row in rows(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]):
         print(f"{row.ranks} ranks: {shlex.join(row.commands[0])}")

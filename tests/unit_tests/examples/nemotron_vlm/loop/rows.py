@@ -247,7 +247,6 @@ ON_CPUS = {
         Row(4, "tiny-gdn", "tp=2", "tp=2,cp=2,dp=1", CONTIGUOUS, ADAPTED),
         Row(4, "three tokens ahead", "tp=2,dp=2", "cp=2,pp=2,dp=1,vpp=2", OVERLAP, ADAPTED),
         Row(4, "tiny", "dp=4", "dp=4,etp=2", ALLGATHER, (*ADAPTED, "--lora-rs")),
-        Row(4, "tiny", "dp=4", FLAT, (), (*ADAPTED, "--swiglu", "--no-squared-relu")),
         Row(
             *(4, "tiny", "dp=4", "pp=4,dp=1", (*FULL, "--recompute-encoder", "1")),
             (*ADAPTED[:4], "--lora-target-modules", "linear_qkv,layers.1.*.linear_fc?"),
