@@ -10,12 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from megatron.core.transformer.lora import is_adapter
-from tests.unit_tests.checkpoint.conversions import (
-    TOLERANCE,
-    convert,
-    run_converter,
-    tensors_of,
-)
+from tests.unit_tests.checkpoint.conversions import TOLERANCE, convert, run_converter, tensors_of
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
 from tests.unit_tests.checkpoint.program_logits import BATCH, loading
 from tests.unit_tests.checkpoint.test_omni import (
@@ -44,8 +39,7 @@ def randomize(run: Trainer) -> None:
     rng = torch.Generator().manual_seed(3)
     for name, weight in run.stages[0].named_parameters():
         if weight.requires_grad and "linear_in" not in name:
-            scale = 0.03
-            weight.data += scale * torch.randn(weight.shape, generator=rng)
+            weight.data += 0.03 * torch.randn(weight.shape, generator=rng)
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +85,12 @@ def test_a_merge_into_another_base_is_refused(path, tmp_path, capsys):
     words = ("megatron-to-hf", path / "run", "--like", theirs, "--out", tmp_path / "merged")
     base.rename(tmp_path / "own")
     kept.rename(base)
-    try:
-        assert run_converter(*words) == 2
-    finally:
-        base.rename(kept)
-        (tmp_path / "own").rename(base)
+    code = run_converter(*words)
+    base.rename(kept)
+    (tmp_path / "own").rename(base)
     said = capsys.readouterr().err
     assert "has adapters of another base: its checksum is" in said and said.count("\n") == 1
-    assert not (tmp_path / "merged").exists()
+    assert code == 2 and not (tmp_path / "merged").exists()
 
 
 def test_every_adapted_module_has_an_effect(path):
@@ -116,15 +108,7 @@ def test_every_adapted_module_has_an_effect(path):
         name: m.lora_B["default"] for name, m in model.named_modules() if hasattr(m, "lora_B")
     }
     kinds = {name.rpartition(".")[2] for name in layers}
-    assert kinds >= {
-        "in_proj",
-        "out_proj",
-        "q_proj",
-        "experts",
-        "base_layer",
-        "fc1",
-        "relative_k_proj",
-    }
+    assert kinds >= {*"in_proj out_proj q_proj experts base_layer fc1 relative_k_proj".split()}
     for name, layer in layers.items():
         kept = layer.weight.data
         layer.weight.data = torch.zeros_like(kept)
@@ -152,16 +136,9 @@ def test_five_steps_of_adamw_are_those_on_peft(path, record_property):
         run.save(path / "begun")
         ours, args = [run.train_step() for _ in range(5)], run.args
         run.save(path / "ended")
+    like = ("--adapter", "--like", path / "theirs", "--out")
     for name in ("begun", "ended"):
-        words = (
-            path / name,
-            "--adapter",
-            "--like",
-            path / "theirs",
-            "--out",
-            path / f"{name}-peft",
-        )
-        convert("megatron-to-hf", *words)
+        convert("megatron-to-hf", path / name, *like, path / f"{name}-peft")
     model = their_model(path / "begun-peft", as_ours=True)
     for name, weight in model.named_parameters():
         weight.requires_grad_(".lora_" in name)

@@ -41,8 +41,7 @@ TOLERANCE = dict(rtol=1e-5, atol=5e-6)
 """Gradients are sums of a hundred values of order 1 in another order, in fp32."""
 
 MOE_AGAIN = dict(recompute_granularity="selective", recompute_modules=["moe"])
-GROUPED = dict(moe_grouped_gemm=True)
-ON_DEVICE = dict(moe_token_dispatcher_type="allgather", **GROUPED)
+ON_DEVICE = dict(moe_token_dispatcher_type="allgather", moe_grouped_gemm=True)
 
 config_of = partial(
     test_layout_free_router.config_of,
@@ -170,37 +169,25 @@ def test_all_is_as_with_the_all_to_all_dispatcher(groups_of, ep, etp, engine, op
 
 
 @requires_world_size(1)
+@pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("engine", [False, True])
-def test_experts_weights_in_ddps_buffer_are_not_copied(groups_of, engine, monkeypatch):
+def test_experts_weights_in_one_buffer_are_not_copied(groups_of, engine, is_frozen, monkeypatch):
+    """DDP lays out trained ones, as frozen ones are laid out at the start."""
     groups, padding = groups_of(1, 1), torch.zeros(BATCH, LENGTH, dtype=torch.bool).to(Utils.device)
     layers = [make(groups, config_of(**ON_DEVICE), engine, is_own=True) for _ in range(2)]
     expected = results(layers[0], padding)
-    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
-    DistributedDataParallel(layers[1].config, ddp_config, layers[1], pg_collection=groups)
+    if is_frozen:
+        lay_out_frozen_experts(layers[1].requires_grad_(False))
+    else:
+        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        DistributedDataParallel(layers[1].config, ddp_config, layers[1], pg_collection=groups)
+    for weights in layers[1].experts.weights():
+        together = grouped_experts._together(weights)
+        assert [each.data_ptr() for each in weights] == [each.data_ptr() for each in together]
     monkeypatch.setattr(grouped_experts.torch, "stack", None)
     found = results(layers[1], padding)
     for name in ("output", "input"):
         torch.testing.assert_close(found[name], expected[name])
-
-
-@requires_world_size(1)
-@pytest.mark.parametrize(
-    ("engine", "options"), [(False, ON_DEVICE), (True, ON_DEVICE), (False, GROUPED)]
-)
-def test_frozen_experts_weights_are_not_copied(groups_of, engine, options):
-    """Once they are laid out, the layer has the same results, names and values."""
-    layer = make(groups_of(1, 1), config_of(**options), engine, is_own=True).requires_grad_(False)
-    before = {name: weight.clone() for name, weight in layer.named_parameters()}
-    padding = torch.zeros(BATCH, LENGTH, dtype=torch.bool).to(Utils.device)
-    expected = results(layer, padding)
-    lay_out_frozen_experts(layer)
-    assert all(torch.equal(each, before[name]) for name, each in layer.named_parameters())
-    for weights in layer.experts.weights():
-        together = grouped_experts._together(weights)
-        assert [each.data_ptr() for each in weights] == [each.data_ptr() for each in together]
-    found = results(layer, padding)
-    for name in ("output", "input"):
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)
 
 
 @requires_world_size(1)
