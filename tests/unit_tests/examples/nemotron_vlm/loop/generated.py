@@ -6,9 +6,7 @@ A row is drawn value by value, and kept if the program takes its command line: t
 program's own. Of several draws, the one that shows most new triples of values is the next row. So
 the rows depend on the seed, the number of ranks and the rules alone.
 
-    python -m tests.unit_tests.examples.nemotron_vlm.loop.generated RANKS SEED [adapted]
-
-prints commands.
+    python -m tests.unit_tests.examples.nemotron_vlm.loop.generated RANKS SEED [KIND]  prints rows
 """
 
 import contextlib
@@ -84,8 +82,7 @@ DRAWS = 20
 
 
 def rows(ranks: int, seed: int, kind: str = "") -> Iterator[Row]:
-    """Yield rows of a kind for a number of ranks, until no draw that the program takes has a new
-    triple."""
+    """Yield rows of a kind until no draw that the program takes has a new triple."""
     return (_row(ranks, values) for values in values_of_rows(ranks, seed, kind))
 
 

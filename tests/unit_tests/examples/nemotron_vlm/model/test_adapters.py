@@ -175,10 +175,7 @@ TASKS = [kind(16, 4, 8, seed=1, digits=1) for kind in (DigitStrips, NineMinusDig
 
 def accuracies(run: Trainer) -> list[float]:
     """Held-out accuracies in both tasks."""
-    found = []
-    for run.source in TASKS:
-        found.append(run.evaluate(4))
-    return found
+    return [run.evaluate(4) for run.source in TASKS]
 
 
 @requires_world_size(1)
