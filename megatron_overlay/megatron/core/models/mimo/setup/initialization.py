@@ -180,10 +180,14 @@ def _drawn(
     def fill(block: int) -> None:
         begin = block * rows
         place = (*part.global_offset[:axes], block, *[0] * len(columns))
-        out = torch.empty(rows, *shape[1:])  # whole, so that no row depends on padding after it
-        drawn = draw(out, _generator(seed, part.key, place), shape[-1])
         first, end = max(begin, start), min(begin + rows, start + held)
-        own[first - start : end - start] = drawn[(slice(first - begin, end - begin), *columns)]
+        mine = own[first - start : end - start]
+        is_whole = mine.shape == (rows, *shape[1:])
+        # Drawn whole, so that no row depends on padding after it.
+        out = mine if is_whole else torch.empty(rows, *shape[1:])
+        drawn = draw(out, _generator(seed, part.key, place), shape[-1])
+        if drawn is not mine:
+            mine.copy_(drawn[(slice(first - begin, end - begin), *columns)])
 
     list(pool.map(fill, range(start // rows, -(-(start + held) // rows))))
     return own
