@@ -34,7 +34,7 @@ UNTUNED = Path(__file__).with_name("untuned")
 
 LIBRARIES = """
     transformer_engine.pytorch mamba_ssm causal_conv1d fla transformers.models.nemotron_h_omni
-    megatron.energon flash_attn.cute psutil pytest""".split()
+    megatron.energon av flash_attn.cute psutil pytest""".split()
 """Modules that the lanes import; without one, hundreds of cases would fail or prove nothing."""
 
 LIMIT_S = 900

@@ -31,17 +31,7 @@ def weights_after_steps(*options: str) -> tuple[list[torch.Tensor], list[float |
     ("options", "is_kept"),
     [
         (("--bf16",), True),
-        (
-            (
-                "--fp16",
-                "--initial-loss-scale",
-                "4096",
-                "--hysteresis",
-                "1",
-                "--accumulate-allreduce-grads-in-fp32",
-            ),
-            True,
-        ),
+        (FP16, True),
         (("--bf16", "--grad-reduce-in-bf16"), False),
     ],
     ids=["bf16", "fp16-with-a-skipped-step", "bf16-sums"],
