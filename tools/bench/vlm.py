@@ -95,7 +95,7 @@ def torchrun(ranks: int) -> list[str]:
 
 
 def measured(ranks: int, arguments: list[str], steps: int) -> dict[str, object]:
-    """Carry out one run, of which so many steps count, and return its figures."""
+    """Carry out one run, with ``steps`` counted after the warm-up, and return its figures."""
     with tempfile.TemporaryDirectory() as directory:
         metrics = Path(directory, "metrics.jsonl")
         rest = ["--train-iters", str(WARM_UP + steps), "--metrics-out", str(metrics)]

@@ -76,7 +76,7 @@ def test_transformers_with_the_adapters_has_our_logits(path, directory, record_p
 
 
 def test_a_merge_into_another_base_is_refused(path, tmp_path, capsys):
-    """One weight of it is another's, in the place of the run's base."""
+    """In the place of the run's base lies a base with one other weight."""
     theirs, base, kept = tmp_path / "theirs", path / "base", tmp_path / "base"
     model = whole_vlm(sound=True)
     with torch.no_grad():

@@ -13,7 +13,7 @@ NAME = "torch._dynamo"
 
 
 def eager(model: Callable | None = None, *_, **__) -> Callable:
-    """Stand-in for `torch.compile` and its opposite: return the function as it is, or what does."""
+    """Stand-in for `torch.compile` and its opposite: return the function, or itself without one."""
     return model if model is not None else eager
 
 

@@ -172,7 +172,7 @@ def test_all_is_as_with_the_all_to_all_dispatcher(groups_of, ep, etp, engine, op
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("engine", [False, True])
 def test_experts_weights_in_one_buffer_are_not_copied(groups_of, engine, is_frozen, monkeypatch):
-    """DDP lays out trained ones, as frozen ones are laid out at the start."""
+    """DDP lays out trained experts; frozen experts are laid out at the start."""
     groups, padding = groups_of(1, 1), torch.zeros(BATCH, LENGTH, dtype=torch.bool).to(Utils.device)
     layers = [make(groups, config_of(**ON_DEVICE), engine, is_own=True) for _ in range(2)]
     expected = results(layers[0], padding)
