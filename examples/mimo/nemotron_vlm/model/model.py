@@ -3,6 +3,7 @@
 """The Nemotron VLM as a MimoModel: its configurations from Megatron's arguments, and its parts."""
 
 from argparse import Namespace
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from examples.mimo.common.errors import UserError
@@ -59,13 +60,13 @@ class VLMConfigs:
 
 
 def make_configs(
-    args: Namespace, preset: VLMPreset, layouts: Layouts, equal_images: bool
+    args: Namespace, preset: VLMPreset, layouts: Layouts, captured: Collection[str]
 ) -> VLMConfigs:
     """Make the configurations from validated arguments.
 
     Args:
         args: Megatron's arguments, which describe the language model.
-        equal_images: whether all samples have as many images of one size.
+        captured: encoders that have CUDA graphs if options ask for them; the language model may.
 
     Raises:
         ValueError, AssertionError: options do not go together, most by Megatron's own checks.
@@ -100,8 +101,8 @@ def make_configs(
         }
         if (each.name, "encoder") in in_fp8:
             own |= {name: getattr(given, name) for name in FP8}
-        if not equal_images:
-            own["cuda_graph_impl"] = "none"  # a graph has one shape
+        if each.name not in captured:
+            own["cuda_graph_impl"] = "none"
         encoders.append(each.configs(shared | own, args.hidden_size))
     return VLMConfigs(tuple(encoders), language)
 

@@ -61,11 +61,21 @@ def complete(args: Namespace, preset: VLMPreset) -> None:
         for way in ("FWD", "BWD"):
             os.environ.setdefault(f"NVTE_NORM_{way}_USE_CUDNN", "1")
     default("encoder_attention", encoder_attention(args))
+    default("overlap_grad_reduce", args.device == "cuda" and not loads_amid_collectives(args))
     default("overlap_param_gather", args.use_distributed_optimizer and args.overlap_grad_reduce)
     args.use_persistent_ckpt_worker |= args.async_save  # Megatron has no other worker
     default("eval_interval", args.train_iters or 1000)
     # Recurrent layers would move zigzag tokens of several lengths, which only packed rows have.
     default("linear_cp_layout", "contiguous" if args.pack else "zigzag")
+
+
+def loads_amid_collectives(args: Namespace) -> bool:
+    """Return whether an overlapped collective could wait for ever.
+
+    CUDA graphs let the host run ahead. An encoder without them needs new kernels for new sizes of
+    images; loading one waits for all work on the device, so also for other ranks.
+    """
+    return args.cuda_graph_impl == "local" and not have_equal_images(args)
 
 
 def batch_sizes(args: Namespace) -> list[int]:
@@ -149,5 +159,7 @@ def set_experts(args: Namespace, preset: VLMPreset, layouts: Layouts) -> None:
     if has_graphs and not asked:
         is_whole = is_fast and args.moe_token_dispatcher_type == "allgather"
         experts = CudaGraphModule.moe if is_whole else CudaGraphModule.moe_router
-        args.cuda_graph_modules = [CudaGraphModule.attn, CudaGraphModule.mamba]
+        # In packed rows attention has other shapes each time.
+        args.cuda_graph_modules = [] if args.pack else [CudaGraphModule.attn]
+        args.cuda_graph_modules.append(CudaGraphModule.mamba)
         args.cuda_graph_modules += [experts] if args.num_experts else []

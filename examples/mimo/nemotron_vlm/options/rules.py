@@ -10,12 +10,17 @@ from examples.mimo.common.layout_rules import main_layers
 from examples.mimo.common.megatron_rules import OF_MEGATRON
 from examples.mimo.common.refused_options import FAMILIES
 from examples.mimo.common.rules import ON_ENGINE, Rule, has, not_local, refused, with_graphs
-from examples.mimo.nemotron_vlm.options.derived import graphs_overlap, lacking_for_flash
+from examples.mimo.nemotron_vlm.options.derived import (
+    graphs_overlap,
+    lacking_for_flash,
+    loads_amid_collectives,
+)
 from examples.mimo.nemotron_vlm.options.fp8_rules import OF_FP8
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
 from examples.mimo.nemotron_vlm.options.own_options import THREE_PHASES
 from examples.mimo.nemotron_vlm.options.value_rules import OF_VALUES
 from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
+from megatron.core.transformer.enums import CudaGraphModule
 
 OWN_GROUP = "Megatron would recompute these layers in a TP group of its own, which is not made"
 ADAPTER_OPTIONS = (
@@ -52,9 +57,12 @@ def _in_8_bits(run: Any) -> bool:
     return bool(run.args.fp4 or (run.args.fp8 and (parts == [""] or "language" in parts)))
 
 
+def _captures_attention(args: Any) -> bool:
+    return CudaGraphModule.attn in args.cuda_graph_modules
+
+
 def _is_unproven_with_adapters(args: Any) -> bool:
-    has_graphs = args.cuda_graph_impl != "none"
-    return bool(has_graphs or args.fp8 or args.fp4 or args.moe_shared_expert_overlap)
+    return bool(args.fp8 or args.fp4 or args.moe_shared_expert_overlap)
 
 
 OF_OWN_OPTIONS = [
@@ -71,16 +79,16 @@ OF_OWN_OPTIONS = [
         "--encoder-schedule bubbles",
     ),
     with_graphs(
-        "--pack", "a graph has one shape, and packed rows differ in their samples", "--pack"
+        "--pack and attention in --cuda-graph-modules, or context parallelism",
+        "a graph has one shape, and packed rows differ in their samples",
+        "--bf16 --pack --cuda-graph-modules attn mamba",
+        lambda r: r.args.pack and (r.layouts.language.cp > 1 or _captures_attention(r.args)),
     ),
     with_graphs(
         "--placement non-colocated", "it has not been shown to work", "--placement non-colocated"
     ),
-    with_graphs(
-        "--freeze", "a graph does not run again before its backward has", "--freeze projector"
-    ),
     Rule(
-        "--lora-dim with CUDA graphs, --fp8-format or --moe-shared-expert-overlap",
+        "--lora-dim with --fp8-format or --moe-shared-expert-overlap",
         lambda r: r.args.lora_dim and _is_unproven_with_adapters(r.args),
         "it has not been shown to work",
         example=f"{ON_ENGINE} {FP8} --lora-dim 8",
@@ -103,6 +111,15 @@ OF_OWN_OPTIONS = [
         "--recompute-encoder",
         "a graph's backward keeps the activations of its forward",
         "--recompute-encoder 1",
+    ),
+    with_graphs(
+        "--overlap-grad-reduce or --overlap-param-gather, and images of several sizes",
+        "a new size needs new kernels, and loading one waits for all work on the device",
+        "--bf16 --dynamic-resolution --overlap-grad-reduce",
+        lambda r: (
+            loads_amid_collectives(r.args)
+            and (r.args.overlap_grad_reduce or r.args.overlap_param_gather)
+        ),
     ),
     with_graphs(
         "--recompute-modules moe in FP8",

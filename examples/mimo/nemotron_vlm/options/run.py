@@ -83,7 +83,9 @@ class Run:
                 _set_layout(args, preset, layouts)
                 derived.set_experts(args, preset, layouts)
                 _validate(args, layouts.language.size)
-                configs = make_configs(args, preset, layouts, have_equal_images(args))
+                trained = [name for name in preset.names if (name, "encoder") not in parts.frozen]
+                captured = trained if have_equal_images(args) else ()
+                configs = make_configs(args, preset, layouts, captured)
         except UserError as error:
             failed = error
         lora = Adapters.of(args, preset.names)

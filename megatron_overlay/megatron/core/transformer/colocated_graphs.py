@@ -1,11 +1,14 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's CUDA graphs, for modules whose backward comes after the schedule's."""
+"""Megatron's CUDA graphs, for packed rows and for modules whose backward follows the schedule's."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+from megatron.core.packed_seq_params import PackedSeqParams
 
 
 class BackwardGraph(torch.cuda.CUDAGraph):
@@ -40,3 +43,16 @@ captures_wait = Switch()
 
 modules_alone = Switch()
 """Modules run without graphs: for an evaluation, which would be recorded."""
+
+
+def of_one_shape(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments whose tensors have the same shapes in each packed row.
+
+    A graph has tensors of one shape, and rows differ in their samples. Mamba-2 needs the sample of
+    each token alone, and experts need nothing; attention, which needs boundaries, has no graphs.
+    """
+    packed = arguments.get("packed_seq_params")
+    if packed is None:
+        return arguments
+    of_tokens = PackedSeqParams(qkv_format=packed.qkv_format, seq_idx=packed.seq_idx)
+    return arguments | {"packed_seq_params": of_tokens}

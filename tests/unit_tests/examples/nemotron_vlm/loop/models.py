@@ -165,6 +165,10 @@ ON_GPUS = {
     "bf16 packed": in_16_bits(
         (*ENGINE, *BF16, *PACK, "--seq-length", "256"), samples=8, packed=True
     ),
+    "bf16 packed, partly text": in_16_bits(
+        (*ENGINE, *BF16, *PACK, "--seq-length", "256"),
+        **{"source": PartlyText(), "samples": 8, "packed": True},
+    ),
     "fp16": in_16_bits(
         (*ENGINE, "--fp16", *CALM, "--initial-loss-scale", "1024", "--hysteresis", "1")
     ),

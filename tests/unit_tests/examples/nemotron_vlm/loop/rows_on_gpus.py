@@ -28,6 +28,12 @@ ON_ONE_GPU = [
     Row(1, "bf16 two digits", options=GRAPHS),
     Row(1, "bf16 two digits", options=ROUTER_GRAPHS),
     Row(1, "bf16 any size", options=GRAPHS),
+    Row(1, "bf16 packed", options=GRAPHS),
+    Row(1, "bf16 packed, partly text", options=GRAPHS),
+    Row(1, "bf16 two digits", options=GRAPHS, common=("--freeze", "encoder")),
+    Row(1, "bf16 two digits", options=GRAPHS, common=("--freeze", "language")),
+    Row(1, "two digits", options=GRAPHS, common=ADAPTED),
+    Row(1, "bf16 packed", options=GRAPHS, common=ADAPTED_IN_16_BITS),
     Row(1, "engine", options=ALLGATHER),
     Row(1, "bf16", options=ALLTOALL),
     Row(1, "engine", options=LOCAL),
@@ -109,6 +115,8 @@ ON_TWO_GPUS = [
     Row(2, "bf16", "dp=2", "tp=2,ep=2,etp=1", ALLGATHER),
     Row(2, "bf16 two digits", "dp=2", "dp=2,ep=2", GRAPHS),
     Row(2, "bf16 two digits", "dp=2", "tp=2,ep=2,etp=1", GRAPHS),
+    Row(2, "bf16 packed", "dp=2", "tp=2,ep=2,etp=1", GRAPHS),
+    Row(2, "bf16 packed", "tp=2", "dp=2,ep=2", GRAPHS, ADAPTED_IN_16_BITS),
 ]
 
 AHEAD = [

@@ -150,6 +150,7 @@ def test_the_loss(options, has_kernel, expected, monkeypatch):
         ("", "attn mamba moe_router"),
         ("--bf16 --moe-token-dispatcher-type alltoall", "attn mamba moe_router"),
         ("--cuda-graph-modules moe_router attn", "moe_router attn"),
+        ("--bf16 --pack --moe-token-dispatcher-type alltoall", "mamba moe_router"),
     ],
 )
 def test_graphs_of_routers_have_the_preparation_of_the_dispatch(modules, captured, hopper):
@@ -187,6 +188,30 @@ def test_cuda_graphs_have_whole_moe_layers_whose_counts_stay_on_the_device(
         return
     with pytest.raises(UserError, match="^--cuda-graph-modules moe needs token counts that"):
         Run.of(line.split(), world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "overlaps"),
+    [("--data mock", True), ("--dynamic-resolution", True), (f"{GRAPHS} --data mock", True)]
+    + [(f"{GRAPHS} --data mock --dynamic-resolution", False), (f"{GRAPHS} --data mock:9", False)],
+)
+def test_collectives_overlap_unless_the_host_may_load_kernels_amid_them(options, overlaps, hopper):
+    line = f"--device cuda --transformer-impl transformer_engine --bf16 {options}"
+    args = Run.of(line.split(), world_size=1).args
+    assert (args.overlap_grad_reduce, args.overlap_param_gather) == (overlaps, overlaps)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "captured"),
+    [("", True), ("encoder", False), ("projector", True), ("language", True)],
+)
+def test_encoders_have_graphs_only_if_a_backward_follows(frozen, captured, hopper):
+    """The language model has graphs in any case, as what comes before it is trained."""
+    configs = Run.of(f"{GRAPHS} --data mock --freeze={frozen}".split(), world_size=1).configs
+    (encoder,) = configs.encoders
+    impls = {each.cuda_graph_impl for each in encoder.values()}
+    assert impls == {"local" if captured else "none"}
+    assert configs.language.cuda_graph_impl == "local"
 
 
 @pytest.mark.parametrize(("pp", "is_kept"), [(1, True), (2, False)])

@@ -7,10 +7,12 @@ import gc
 import weakref
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from megatron.core.models.mimo.setup.teardown import destroy
-from megatron.core.transformer.colocated_graphs import BackwardGraph, modules_alone
+from megatron.core.token_layout import pad_lengths
+from megatron.core.transformer.colocated_graphs import BackwardGraph, modules_alone, of_one_shape
 from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -80,6 +82,28 @@ class TestRecording:
         with modules_alone.on():
             assert make_manager()(module, (3,), {"add": 1}) == 7
             assert make_manager(lambda value: value + 5)(module, (3,), {}) == 8
+
+
+class TestPackedRows:
+    def test_have_one_shape(self):
+        rows = [pad_lengths(each, 1).packed_seq_params("cpu") for each in ((8,), (3, 5), (4, 2, 2))]
+        given = [of_one_shape({"packed_seq_params": row, "hidden_states": 3}) for row in rows]
+        assert {tuple(each) for each in given} == {("packed_seq_params", "hidden_states")}
+        for row, own in zip(rows, given, strict=True):
+            packed = vars(own["packed_seq_params"])
+            tensors = [name for name, value in packed.items() if torch.is_tensor(value)]
+            assert tensors == ["seq_idx"] and packed["seq_idx"] is row.seq_idx
+        others = [dict(vars(own["packed_seq_params"]), seq_idx=None) for own in given]
+        assert others[0] == others[1] == others[2]
+
+    def test_are_what_a_captured_module_sees(self):
+        manager, seen = make_manager(), []
+        manager.get_cudagraph_runner = lambda _, __, arguments, *___: seen.append(arguments)
+        row = pad_lengths((3, 5), 1).packed_seq_params("cpu")
+        manager._inline_capture = False
+        with pytest.raises(AttributeError, match="record_graph_capture"):  # there is no runner
+            manager(None, (), {"packed_seq_params": row})
+        assert seen[0]["packed_seq_params"].cu_seqlens_q is None
 
 
 class TestTeardown:
