@@ -30,6 +30,13 @@ PREPARATION = """tokenizer_model image_token prompt max_tiles thumbnail video_fr
 """Arguments that decide how conversations and media become tokens and inputs."""
 
 
+def path_of(data: str) -> str | None:
+    """Return the path of shards or files that ``--data`` names; None for another source."""
+    if data.startswith(ENERGON):
+        return data.removeprefix(ENERGON)
+    return data if data.endswith((".json", ".jsonl")) else None
+
+
 def have_equal_images(args: Namespace) -> bool:
     """Return whether all samples have as many images of one size, as graphs of an encoder need."""
     return (args.data == "mock" or args.data.startswith(DIGITS)) and not args.dynamic_resolution
@@ -43,6 +50,7 @@ def make_source(args: Namespace, preset: VLMPreset) -> SampleSource:
             or the vocabulary; or the file system refuses to read it, which other ranks may not see.
     """
     name, images = args.data, preset.images
+    path = path_of(name)
     sizes = {
         "tile": images.tile,
         "tokens_per_tile": most_rows(images) if args.dynamic_resolution else images.tokens_per_tile,
@@ -50,8 +58,8 @@ def make_source(args: Namespace, preset: VLMPreset) -> SampleSource:
         "seed": args.seed,
     }
     try:
-        if name.startswith(ENERGON):
-            source = _energon(name.removeprefix(ENERGON), args, preset)
+        if path is not None:
+            source = _energon(path, args, preset)
         elif name.startswith(DIGITS):
             source = DigitStrips(**sizes, digits=_count(name.removeprefix(DIGITS)))
             source.text("train", 0)
@@ -61,16 +69,17 @@ def make_source(args: Namespace, preset: VLMPreset) -> SampleSource:
         else:
             known = ", ".join(SOURCES)
             raise UserError(
-                f"--data {name}: no such data; choose from {known}, {DIGITS}N, {ENERGON}PATH"
+                f"--data {name}: no such data; choose from {known}, {DIGITS}N, {ENERGON}PATH, "
+                "FILE.json, FILE.jsonl"
             )
-        if args.dynamic_resolution and not name.startswith(ENERGON):
+        if args.dynamic_resolution and path is None:
             source = WholeImages(source, images, args.seq_length, args.seed)
     except ImportError as error:
         raise UserError(str(error)) from error
     except OSError as error:
         raise UserError(f"--data: {error}", args.rank) from error
     except ValueError as error:
-        if name.startswith(ENERGON):  # the error names the path
+        if path is not None:  # the error names it
             raise UserError(f"--data {ENERGON} {error}") from error
         advice = "change --seq-length or --model"
         raise UserError(f"--data {name}: {error}; {advice}") from error

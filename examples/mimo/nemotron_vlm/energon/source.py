@@ -1,7 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of energon's data sets, each a function of (data, seed, split, number)."""
+"""Samples of shards and of files, each a function of (data, seed, split, number)."""
 
+import fcntl
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder, read_files
 from examples.mimo.nemotron_vlm.energon.errors import Excluded
+from examples.mimo.nemotron_vlm.energon.files import SMALL, FileSet
 from examples.mimo.nemotron_vlm.energon.images import Tiling
 from examples.mimo.nemotron_vlm.energon.records import Medium
 from examples.mimo.nemotron_vlm.energon.store import DataSet, open_split
@@ -28,22 +30,24 @@ from examples.mimo.nemotron_vlm.energon.survey import (
     bad_samples,
     checksum,
     load_survey,
+    make_survey,
     text_sum,
 )
 from examples.mimo.nemotron_vlm.model.names import IMAGES
+from megatron.energon.flavors.webdataset.config import MAIN_FOLDER_NAME
 
 NAMED = 3
 """Number of bad samples that a refusal names."""
 
 
 class EnergonSource(SampleSource):
-    """Samples of a data set or a blend that has been prepared and surveyed.
+    """Samples of a data set or a blend that has been surveyed, or of a small file of records.
 
     ``split`` is 'train' or 'test', which is energon's ``val`` (or ``test`` if that is empty).
     Samples can be read in forked and in spawned processes.
 
     Args:
-        path: a directory that ``energon prepare`` has prepared, or a ``metadataset.yaml``.
+        path: as `open_split` takes it.
         bad_samples: 'skip' leaves bad samples out of the numbering, 'refuse' raises.
         long_samples: the same for those that are too long; 'cut' cuts off tokens after the last of
             a sample's media and the first of an answer, and skips samples that need more.
@@ -193,7 +197,7 @@ class EnergonSource(SampleSource):
         if split not in self._streams:
             opened, surveys = open_split(self._path, split), []
             for dataset in opened.datasets:
-                surveys.append(load_survey(dataset, self._encoder, self._surveys))
+                surveys.append(self._survey(dataset))
                 if surveys[-1] is None:
                     kind = type(self._encoder.images).__name__.lower()
                     raise NoSurvey(
@@ -211,6 +215,19 @@ class EnergonSource(SampleSource):
                 self._refuse(opened.part, pairs, long, "long")
             self._streams[split], self._parts[split] = stream, opened.part
         return self._streams[split]
+
+    def _survey(self, dataset: DataSet) -> Survey | None:
+        """Load a survey; make it for a small file of records, on the first rank that comes."""
+        survey = load_survey(dataset, self._encoder, self._surveys)
+        if survey or not isinstance(dataset, FileSet) or len(dataset.subset) > SMALL:
+            return survey
+        folder = self._surveys or dataset.path / MAIN_FOLDER_NAME
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "surveying.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the end of the process frees it, too
+            if load_survey(dataset, self._encoder, self._surveys) is None:
+                make_survey(dataset, self._encoder, self._surveys)
+        return load_survey(dataset, self._encoder, self._surveys)
 
     def _refuse(
         self, part: str, pairs: list[tuple[DataSet, Survey]], count: int, kind: str

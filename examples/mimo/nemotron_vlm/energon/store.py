@@ -209,11 +209,14 @@ class DataSet:
         """
         sample = {name: MediaFile(name) if kind_of(name) else raw[name] for name in raw}
         try:
-            return read_record(self._factory.load_sample(sample), prompt)
+            return read_record(self._loaded(sample), prompt)
         except (BadConversation, UnreadFormat):
             raise
         except Exception as error:  # from energon, or from the data set's own sample_loader
             raise BadConversation(one_line(error)) from error
+
+    def _loaded(self, sample: dict[str, Any]) -> Any:
+        return self._factory.load_sample(sample)
 
     def name(self, index: int) -> str:
         """Return ``shard/key`` of a sample from energon's index; the shard itself is not read.
@@ -245,10 +248,11 @@ class Split(NamedTuple):
 
 
 def open_split(path: str | Path, split: str) -> Split:
-    """Open a data set or a blend (``metadataset.yaml``) that ``energon prepare`` has prepared.
+    """Open a file of records, or shards or a blend that ``energon prepare`` has prepared.
 
     Args:
-        path: the directory of a data set, or the file of a blend.
+        path: a file or folder as `files.file_of` takes it, the directory of a data set in shards,
+            or the file of a blend (``metadataset.yaml``).
         split: 'train' or 'test'; the latter is energon's ``val``, or ``test`` if that is empty.
 
     Raises:
@@ -259,6 +263,11 @@ def open_split(path: str | Path, split: str) -> Split:
     path = Path(path).absolute()
     if not path.exists():
         raise ValueError(f"{path}: no such data set")
+    from examples.mimo.nemotron_vlm.energon.files import FileSet, are_files  # imports this module
+
+    if are_files(path):
+        records = FileSet((path, split))
+        return Split("single", [records], records.part)
     if path.is_dir() and not check_dataset_info_present(EPath(path)):
         if not any(path.rglob("*.tar")):
             raise ValueError(f"{path}: no shards there (*.tar)")

@@ -20,7 +20,7 @@ import torch
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Layout
-from examples.mimo.nemotron_vlm.data import DIGITS, ENERGON, make_source
+from examples.mimo.nemotron_vlm.data import DIGITS, make_source, path_of
 from examples.mimo.nemotron_vlm.data.rows import SIZE, Packing, Rows
 from examples.mimo.nemotron_vlm.model.encoders import Encoder
 from examples.mimo.nemotron_vlm.model.names import IMAGES
@@ -96,8 +96,8 @@ def inputs_of(args: Namespace, preset: VLMPreset) -> tuple[Inputs, ...]:
     Raises:
         UserError: the data cannot be opened, or the inputs do not fit the sequence.
     """
-    own, _, path = args.data.partition(ENERGON)
-    is_there = path and not own and Path(path).exists()
+    path = path_of(args.data)
+    is_there = path and Path(path).exists()
     opened = args if is_there else Namespace(**vars(args) | {"data": "mock"})
     packing = Packing(args.pack_window, args.sample_multiple) if args.pack and is_there else None
     tiles = args.plan_tiles or args.data.partition(DIGITS)[2]

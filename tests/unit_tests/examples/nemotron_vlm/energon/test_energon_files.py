@@ -1,0 +1,149 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Records in JSON and JSONL files, with media in folders: the same samples as in shards."""
+
+import json
+import shlex
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.data import make_source
+from examples.mimo.nemotron_vlm.energon import files
+from examples.mimo.nemotron_vlm.energon.__main__ import main
+from examples.mimo.nemotron_vlm.energon.errors import Excluded
+from examples.mimo.nemotron_vlm.options.run import Run
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import image, names, omni, source
+from tests.unit_tests.examples.nemotron_vlm.runs import options_of, trainer
+
+TURNS = [{"from": "human", "value": "look <image>"}, {"from": "gpt", "value": "7"}]
+
+
+def unpacked(shards: Path, folder: Path) -> Path:
+    """Write what shards have as train.jsonl and val.jsonl beside folders of media."""
+    for shard in sorted(shards.glob("*.tar")):
+        with tarfile.open(shard) as tar:
+            contents = {member.name: tar.extractfile(member).read() for member in tar}
+        for name in (name for name in contents if name.endswith(".json")):
+            key = name.removesuffix(".json")
+            record = json.loads(contents[name])
+            for other in (other for other in contents if other.startswith(f"{key}.")):
+                if other == name:
+                    continue
+                is_clip = ".video." in other
+                path = folder / "media" / (other.replace(".video.", "/") if is_clip else other)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(contents[other])
+                kind = "video" if is_clip else {"wav": "sound", "png": "image"}[other[-3:]]
+                record[kind] = f"media/{key if is_clip else other}"
+            with (folder / f"{shard.name.partition('-')[0]}.jsonl").open("a") as file:
+                file.write(json.dumps(record) + "\n")
+    return folder
+
+
+def test_samples_and_their_order_are_those_of_shards(omni_shards, tmp_path):
+    """Training surveys the files by itself."""
+    tokenizer = omni_shards / "tokenizer"
+    of_files, of_shards = (
+        source(path, tokenizer, encoder=omni(tokenizer), seq_length=64)
+        for path in (unpacked(omni_shards, tmp_path), omni_shards)
+    )
+    for split, count in (("train", 84), ("test", 12)):
+        for number in range(count):
+            texts = of_files.text(split, number), of_shards.text(split, number)
+            for own, wanted in zip(*texts, strict=True):
+                assert torch.equal(own, wanted)
+            for name in ("images", "sound"):
+                own, wanted = (each.inputs(split, number, name) for each in (of_files, of_shards))
+                assert len(own) == len(wanted)
+                for one, other in zip(own, wanted, strict=True):
+                    assert np.array_equal(np.asarray(one), np.asarray(other))
+    assert names(of_files, "train", range(1))[0].startswith(f"{tmp_path.name}/train.jsonl:")
+
+
+@pytest.fixture
+def photos(tmp_path, digits) -> Path:
+    """A list of 120 records in LLaVA's form, and a tokenizer."""
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").write_bytes(image(16, 16))
+    records = [
+        {"id": number, "image": "photos/a.png", "conversations": TURNS} for number in range(120)
+    ]
+    (tmp_path / "photos.json").write_text(json.dumps(records, indent=1))
+    (tmp_path / "tokenizer").symlink_to(digits / "tokenizer")
+    return tmp_path / "photos.json"
+
+
+def command(path: Path) -> list[str]:
+    return ["--data", str(path), "--tokenizer-model", str(path.parent / "tokenizer")]
+
+
+def test_a_list_trains_as_it_is_and_every_fiftieth_record_is_held_out(photos):
+    with trainer(*command(photos), "--eval-iters", "1", "--lr", "1e-3") as run:
+        assert run.train_step()["loss"] > 0
+    opened = source(photos, photos.parent / "tokenizer")
+    held_out = {*names(opened, "test", range(3))}
+    lines = [line for line, text in enumerate(photos.read_text().splitlines(), 1) if "id" in text]
+    assert held_out == {f"{photos.parent.name}/photos.json:{lines[at] - 1}" for at in (0, 50, 100)}
+    trained = {*names(opened, "train", range(117))}
+    assert len(trained) == 117 and not trained & held_out
+
+
+def test_a_large_file_is_surveyed_before(photos, monkeypatch, capsys):
+    monkeypatch.setattr("examples.mimo.nemotron_vlm.energon.source.SMALL", 100)
+    args = options_of(*command(photos)).args
+    with pytest.raises(UserError) as refused:
+        make_source(args, Run.of(command(photos), world_size=1).preset)
+    command_line = shlex.split(str(refused.value).partition("make one: ")[2])
+    assert main(command_line[3:]) == 0 and "117 samples" in capsys.readouterr().out
+    assert make_source(args, Run.of(command(photos), world_size=1).preset).text("train", 0)
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ('{"image": "photos/b.png"}', "photos/b.png: no such file"),
+        ('{"image": "photos"}', "has the name of no image file"),
+        ('{"image": 7}', "its image is 7, no path of a file"),
+        ('{"images": ["photos/a.png", null], "x": 1}', "x"),
+        ('["photos/a.png"]', "its json is no object"),
+        ('{"image": "photos/a.png"', "its json is damaged"),
+    ],
+)
+def test_a_bad_record_is_named_by_its_line(photos, record, reason):
+    good = {"image": "photos/a.png", "conversations": TURNS}
+    if record.startswith('{"im') and record.endswith("}"):
+        record = json.dumps({"conversations": TURNS} | json.loads(record))
+    lines = [json.dumps(good)] * 60 + ["", record]
+    path = photos.parent / "lines.jsonl"
+    path.write_text("\n".join(lines))
+    opened = source(path, photos.parent / "tokenizer")
+    with pytest.raises(ValueError, match=rf"lines.jsonl:62\b.*{reason}"):
+        source(path, photos.parent / "tokenizer", bad_samples="refuse").text("train", 0)
+    assert len({*names(opened, "train", range(58))}) == 58
+
+
+@pytest.mark.parametrize(
+    ("text", "line"), [('[\n{"a": 1},\n{"a" 2}]', 3), ('{"a": 1}', 1), ("[1, 2", 1), ("", 1)]
+)
+def test_a_file_that_is_no_list_is_refused(tmp_path, text, line):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"a\.json:{line}: "):
+        files.FileSet((tmp_path / "a.json", "train"))
+
+
+def test_a_changed_file_is_surveyed_again_and_a_changed_photo_is_named(photos):
+    first = source(photos, photos.parent / "tokenizer")
+    first.text("train", 0)
+    records = json.loads(photos.read_text())
+    photos.write_text(json.dumps(records[:-1]))
+    assert source(photos, photos.parent / "tokenizer").fingerprint != first.fingerprint
+    opened = source(photos, photos.parent / "tokenizer")
+    opened.text("train", 0)
+    (photos.parent / "photos" / "a.png").write_bytes(image(16, 16, "BMP"))
+    with pytest.raises((ValueError, Excluded), match="photos.json:1"):
+        opened.inputs("train", 0, "images")
