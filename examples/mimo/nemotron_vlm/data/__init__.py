@@ -38,8 +38,9 @@ def path_of(data: str) -> str | None:
 
 
 def have_equal_images(args: Namespace) -> bool:
-    """Return whether all samples have as many images of one size, as graphs of an encoder need."""
-    return (args.data == "mock" or args.data.startswith(DIGITS)) and not args.dynamic_resolution
+    """Return whether all rows have as many images of one size, as graphs of an encoder need."""
+    varies = args.dynamic_resolution or args.pack
+    return (args.data == "mock" or args.data.startswith(DIGITS)) and not varies
 
 
 def make_source(args: Namespace, preset: VLMPreset) -> SampleSource:

@@ -72,8 +72,8 @@ def complete(args: Namespace, preset: VLMPreset) -> None:
 def loads_amid_collectives(args: Namespace) -> bool:
     """Return whether an overlapped collective could wait for ever.
 
-    CUDA graphs let the host run ahead. An encoder without them needs new kernels for new sizes of
-    images; loading one waits for all work on the device, so also for other ranks.
+    CUDA graphs let the host run ahead. An encoder without them needs new kernels for new numbers
+    and sizes of images; loading one waits for all work on the device, so also for other ranks.
     """
     return args.cuda_graph_impl == "local" and not have_equal_images(args)
 

@@ -10,6 +10,7 @@ from examples.mimo.common.layout_rules import main_layers
 from examples.mimo.common.megatron_rules import OF_MEGATRON
 from examples.mimo.common.refused_options import FAMILIES
 from examples.mimo.common.rules import ON_ENGINE, Rule, has, not_local, refused, with_graphs
+from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE
 from examples.mimo.nemotron_vlm.options.derived import (
     graphs_overlap,
     lacking_for_flash,
@@ -58,7 +59,14 @@ def _in_8_bits(run: Any) -> bool:
 
 
 def _captures_attention(args: Any) -> bool:
-    return CudaGraphModule.attn in args.cuda_graph_modules
+    return not args.cuda_graph_modules or CudaGraphModule.attn in args.cuda_graph_modules
+
+
+def _trains_in_fp32(run: Any) -> bool:
+    """Tell whether weights in fp32 are trained: all without 16 bits, else Mamba-2's A and D."""
+    is_trained = LANGUAGE not in run.parts.frozen
+    in_16_bits = run.args.bf16 or run.args.fp16
+    return not in_16_bits or (is_trained and "M" in run.args.hybrid_layer_pattern)
 
 
 def _is_unproven_with_adapters(args: Any) -> bool:
@@ -93,6 +101,12 @@ OF_OWN_OPTIONS = [
         "it has not been shown to work",
         example=f"{ON_ENGINE} {FP8} --lora-dim 8",
     ),
+    with_graphs(
+        "--lora-dropout with recomputation",
+        "a layer that runs again without its graph would drop others",
+        "--lora-dim 8 --lora-dropout 0.1 --recompute-granularity selective",
+        lambda r: r.args.lora_dropout and r.args.recompute_granularity,
+    ),
     Rule(
         "--lora-dim with --freeze",
         lambda r: r.args.lora_dim and r.args.freeze,
@@ -113,8 +127,8 @@ OF_OWN_OPTIONS = [
         "--recompute-encoder 1",
     ),
     with_graphs(
-        "--overlap-grad-reduce or --overlap-param-gather, and images of several sizes",
-        "a new size needs new kernels, and loading one waits for all work on the device",
+        "--overlap-grad-reduce or --overlap-param-gather, and images that vary",
+        "new shapes need new kernels, and loading one waits for all work on the device",
         "--bf16 --dynamic-resolution --overlap-grad-reduce",
         lambda r: (
             loads_amid_collectives(r.args)
@@ -157,6 +171,13 @@ OF_OWN_OPTIONS = [
         example=f"{ON_ENGINE} --bf16 --pack --mamba-num-heads 12",
     ),
     not_local("--attention-dropout", "--attention-dropout 0.1"),
+    Rule(
+        "--optimizer-cpu-offload of weights in fp32",
+        lambda r: r.args.optimizer_cpu_offload and _trains_in_fp32(r),
+        "Megatron's optimizer on the host takes none; Mamba-2 has some in 16 bits, too",
+        "freeze the language model, or train adapters of it",
+        f"{ON_ENGINE} --bf16 --optimizer-cpu-offload --use-precision-aware-optimizer",
+    ),
     Rule(
         "--num-layers of another number than --hybrid-layer-pattern",
         lambda r: (

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
 
@@ -49,10 +50,12 @@ def of_one_shape(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return a call's arguments whose tensors have the same shapes in each packed row.
 
     A graph has tensors of one shape, and rows differ in their samples. Mamba-2 needs the sample of
-    each token alone, and experts need nothing; attention, which needs boundaries, has no graphs.
+    each token alone, and experts need no boundaries; attention, which does, has no graphs. In a
+    run of upstream's, with global groups, the arguments stay.
     """
     packed = arguments.get("packed_seq_params")
-    if packed is None:
+    if packed is None or parallel_state.is_initialized():
         return arguments
-    of_tokens = PackedSeqParams(qkv_format=packed.qkv_format, seq_idx=packed.seq_idx)
+    names = "qkv_format", "seq_idx", "tokens_per_sample"
+    of_tokens = PackedSeqParams(**{name: getattr(packed, name) for name in names})
     return arguments | {"packed_seq_params": of_tokens}

@@ -19,6 +19,7 @@ from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL
 
 ROUTER_GRAPHS = (*GRAPHS, "--cuda-graph-modules", "attn", "mamba", "moe_router")
 ALLTOALL = ("--moe-token-dispatcher-type", "alltoall")
+OFFLOAD = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
 NO_OVERLAP = ("--no-overlap-grad-reduce", "--no-overlap-param-gather")
 ADAPTED_IN_16_BITS = (*ADAPTED, "--lr", "1e-4")
 
@@ -34,6 +35,7 @@ ON_ONE_GPU = [
     Row(1, "bf16 two digits", options=GRAPHS, common=("--freeze", "language")),
     Row(1, "two digits", options=GRAPHS, common=ADAPTED),
     Row(1, "bf16 packed", options=GRAPHS, common=ADAPTED_IN_16_BITS),
+    Row(1, "bf16", options=OFFLOAD, common=ADAPTED_IN_16_BITS),
     Row(1, "engine", options=ALLGATHER),
     Row(1, "bf16", options=ALLTOALL),
     Row(1, "engine", options=LOCAL),

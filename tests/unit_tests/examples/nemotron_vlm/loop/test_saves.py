@@ -86,7 +86,8 @@ def wait_for_deletions() -> None:
         ("--save saved --exit-signal-handler --exit-signal SIGUSR1", "", True),
         ("--save saved --exit-signal-handler", "", False),
         (
-            "--save saved --optimizer-cpu-offload --use-precision-aware-optimizer",
+            "--save saved --optimizer-cpu-offload --use-precision-aware-optimizer --bf16 "
+            "--freeze language",
             "",
             False,
         ),

@@ -193,7 +193,8 @@ def test_cuda_graphs_have_whole_moe_layers_whose_counts_stay_on_the_device(
 @pytest.mark.parametrize(
     ("options", "overlaps"),
     [("--data mock", True), ("--dynamic-resolution", True), (f"{GRAPHS} --data mock", True)]
-    + [(f"{GRAPHS} --data mock --dynamic-resolution", False), (f"{GRAPHS} --data mock:9", False)],
+    + [(f"{GRAPHS} --data mock --dynamic-resolution", False), (f"{GRAPHS} --data digits", False)]
+    + [(f"{GRAPHS} --data digits:2 --pack", False)],
 )
 def test_collectives_overlap_unless_the_host_may_load_kernels_amid_them(options, overlaps, hopper):
     line = f"--device cuda --transformer-impl transformer_engine --bf16 {options}"

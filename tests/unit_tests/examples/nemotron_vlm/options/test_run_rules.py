@@ -66,6 +66,8 @@ MORE = [
         f"{GRAPHS} --data mock --language dp=2 --global-batch-size 24 --encoder-macro-batch 2",
         "--encoder-macro-batch 2 must divide the 3 microbatches",
     ),
+    (f"{GRAPHS} --bf16 {PACK} --cuda-graph-modules full", "a graph has one shape"),
+    (f"{GRAPHS} --bf16 {PACK} --language cp=2 --global-batch-size 4", "a graph has one shape"),
     (f"{ENGINE} --pack --micro-batch-size 1", "in fp32 with --pack.* add --bf16, or choose local"),
     (f"{ENGINE} --dynamic-resolution", "in fp32 with --pack, --dynamic-resolution or"),
     (f"{ENGINE} --bf16 --encoder-attention flash4", "flash4 needs --dynamic-resolution"),
@@ -138,7 +140,7 @@ def test_a_line_is_refused(line, text):
         (
             "transformer_engine",
             "--use-precision-aware-optimizer --device cuda",
-            "--optimizer-cpu-offload",
+            "--optimizer-cpu-offload --bf16 --freeze language",
         ),
     ],
 )

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.core import parallel_state
 from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.token_layout import pad_lengths
 from megatron.core.transformer.colocated_graphs import BackwardGraph, modules_alone, of_one_shape
@@ -95,6 +96,12 @@ class TestPackedRows:
             assert tensors == ["seq_idx"] and packed["seq_idx"] is row.seq_idx
         others = [dict(vars(own["packed_seq_params"]), seq_idx=None) for own in given]
         assert others[0] == others[1] == others[2]
+
+    def test_of_upstreams_runs_stay(self, monkeypatch):
+        """They have global groups, and capture attention too."""
+        monkeypatch.setattr(parallel_state, "is_initialized", lambda: True)
+        given = {"packed_seq_params": pad_lengths((3, 5), 1).packed_seq_params("cpu")}
+        assert of_one_shape(given) is given
 
     def test_are_what_a_captured_module_sees(self):
         manager, seen = make_manager(), []
