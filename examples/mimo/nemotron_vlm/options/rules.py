@@ -9,26 +9,18 @@ from examples.mimo.common.layout import COLOCATED, TOKEN_MULTIPLE, Batch
 from examples.mimo.common.layout_rules import main_layers
 from examples.mimo.common.megatron_rules import OF_MEGATRON
 from examples.mimo.common.refused_options import FAMILIES
-from examples.mimo.common.rules import ON_ENGINE, Rule, has, not_local, refused, with_graphs
+from examples.mimo.common.rules import ON_ENGINE, Rule, not_local, refused
 from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE
-from examples.mimo.nemotron_vlm.options.derived import (
-    graphs_overlap,
-    lacking_for_flash,
-    loads_amid_collectives,
-)
+from examples.mimo.nemotron_vlm.options.derived import graphs_overlap, lacking_for_flash
 from examples.mimo.nemotron_vlm.options.fp8_rules import OF_FP8
+from examples.mimo.nemotron_vlm.options.graph_rules import FP8, MTP, OF_GRAPHS, depths
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
 from examples.mimo.nemotron_vlm.options.own_options import THREE_PHASES
 from examples.mimo.nemotron_vlm.options.value_rules import OF_VALUES
-from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
-from megatron.core.transformer.enums import CudaGraphModule
 
-OWN_GROUP = "Megatron would recompute these layers in a TP group of its own, which is not made"
 ADAPTER_OPTIONS = (
     "--lora-alpha --lora-dropout --lora-rs --lora-target-modules --train-parts".split()
 )
-FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
-MTP = "--hybrid-layer-pattern MEM*/E*"
 
 
 def _is_unaligned(run: Any) -> bool:
@@ -39,27 +31,6 @@ def _is_unaligned(run: Any) -> bool:
     heads, groups = args.mamba_num_heads, args.mamba_num_groups
     row = heads + 2 * heads * args.mamba_head_dim + 2 * groups * args.mamba_state_dim
     return row // max(1, language.tp) % 8 != 0
-
-
-def _depths(run: Any) -> int:
-    """Return the number of later tokens that multi-token prediction predicts.
-
-    A pattern that cannot be read has none: Megatron's own checks refuse it.
-    """
-    try:
-        return parse_hybrid_pattern(run.asked.hybrid_layer_pattern).mtp_num_depths
-    except ValueError:
-        return 0
-
-
-def _in_8_bits(run: Any) -> bool:
-    """Return whether the language model's products are in 8 or 4 bits."""
-    parts = run.args.fp8_parts.split(",")
-    return bool(run.args.fp4 or (run.args.fp8 and (parts == [""] or "language" in parts)))
-
-
-def _captures_attention(args: Any) -> bool:
-    return not args.cuda_graph_modules or CudaGraphModule.attn in args.cuda_graph_modules
 
 
 def _trains_in_fp32(run: Any) -> bool:
@@ -86,26 +57,11 @@ OF_OWN_OPTIONS = [
         f"leave it out, which is {THREE_PHASES}",
         "--encoder-schedule bubbles",
     ),
-    with_graphs(
-        "--pack and attention in --cuda-graph-modules, or context parallelism",
-        "a graph has one shape, and packed rows differ in their samples",
-        "--bf16 --pack --cuda-graph-modules attn mamba",
-        lambda r: r.args.pack and (r.layouts.language.cp > 1 or _captures_attention(r.args)),
-    ),
-    with_graphs(
-        "--placement non-colocated", "it has not been shown to work", "--placement non-colocated"
-    ),
     Rule(
         "--lora-dim with --fp8-format or --moe-shared-expert-overlap",
         lambda r: r.args.lora_dim and _is_unproven_with_adapters(r.args),
         "it has not been shown to work",
         example=f"{ON_ENGINE} {FP8} --lora-dim 8",
-    ),
-    with_graphs(
-        "--lora-dropout with recomputation",
-        "a layer that runs again without its graph would drop others",
-        "--lora-dim 8 --lora-dropout 0.1 --recompute-granularity selective",
-        lambda r: r.args.lora_dropout and r.args.recompute_granularity,
     ),
     Rule(
         "--lora-dim with --freeze",
@@ -120,36 +76,6 @@ OF_OWN_OPTIONS = [
         "it would do nothing",
         "add --lora-dim N",
         "--lora-alpha 16",
-    ),
-    with_graphs(
-        "--recompute-encoder",
-        "a graph's backward keeps the activations of its forward",
-        "--recompute-encoder 1",
-    ),
-    with_graphs(
-        "--overlap-grad-reduce or --overlap-param-gather, and images that vary",
-        "new shapes need new kernels, and loading one waits for all work on the device",
-        "--bf16 --dynamic-resolution --overlap-grad-reduce",
-        lambda r: (
-            loads_amid_collectives(r.args)
-            and (r.args.overlap_grad_reduce or r.args.overlap_param_gather)
-        ),
-    ),
-    with_graphs(
-        "--recompute-modules moe in FP8",
-        OWN_GROUP,
-        f"{FP8} --recompute-granularity selective --recompute-modules moe",
-        lambda r: (
-            _in_8_bits(r)
-            and has(r, "--recompute-granularity selective")
-            and "moe" in (r.args.recompute_modules or ())
-        ),
-    ),
-    Rule(
-        "--recompute-granularity full with multi-token prediction in FP8",
-        lambda r: _in_8_bits(r) and r.args.recompute_granularity == "full" and _depths(r),
-        OWN_GROUP,
-        example=f"{ON_ENGINE} {FP8} --recompute-granularity full {MTP}",
     ),
     Rule(
         "--transformer-impl transformer_engine in fp32 with --pack, --dynamic-resolution or "
@@ -189,20 +115,14 @@ OF_OWN_OPTIONS = [
     ),
     Rule(
         "--mtp-num-layers of another number than --hybrid-layer-pattern",
-        lambda r: r.asked.mtp_num_layers not in (None, _depths(r)),
+        lambda r: r.asked.mtp_num_layers not in (None, depths(r)),
         "the pattern gives the layers of each later token, such as MEM*/E*/E* for two tokens",
         example="--mtp-num-layers 1",
-    ),
-    with_graphs(
-        "multi-token prediction",
-        "no graph of its layers has been shown to work",
-        f"--bf16 --data mock {MTP}",
-        _depths,
     ),
     Rule(
         "--hybrid-layer-pattern with multi-token prediction, tied embeddings and a pipeline",
         lambda r: (
-            _depths(r)
+            depths(r)
             and not r.args.untie_embeddings_and_output_weights
             and (r.layouts.non_colocated or r.layouts.language.pp > 1)
         ),
@@ -336,7 +256,7 @@ OF_MEGATRONS_CHECKS = [
 ]
 
 RULES = [
-    *(*FAMILIES, *OF_MEGATRON, *OF_OWN_OPTIONS),
+    *(*FAMILIES, *OF_MEGATRON, *OF_OWN_OPTIONS, *OF_GRAPHS),
     *(*OF_VALUES, *OF_LAYOUTS, *OF_MEGATRONS_CHECKS, *OF_FP8),
 ]
 """All rules in the order in which they are checked; the last ones need Megatron's derived values.
