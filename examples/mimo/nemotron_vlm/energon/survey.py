@@ -180,7 +180,8 @@ def make_survey(
 
     Args:
         folder: as for `load_survey`.
-        workers: number of processes, which take a shard at a time; 0 for this one alone.
+        workers: most processes, which take a shard at a time; 0 for this one alone. No more are
+            started than there are shards, as each imports much.
     """
     from megatron.core.dist_checkpointing.managed_queue import END_WITH_RANK  # slow for workers
 
@@ -188,7 +189,7 @@ def make_survey(
         _Shards(dataset, encoder),
         batch_size=None,
         collate_fn=tuple,
-        num_workers=workers,
+        num_workers=min(workers, len(dataset.shards)),
         # A fork of this process would share the tokenizer's locks.
         multiprocessing_context="spawn" if workers else None,
         worker_init_fn=partial(_run, END_WITH_RANK),
