@@ -24,6 +24,9 @@ DIGITS = "digits:"
 
 ENERGON = "energon:"
 
+SUFFIXES = (".jsonl", ".json")
+"""Ends of names of files of records."""
+
 PREPARATION = """tokenizer_model image_token prompt max_tiles thumbnail video_frames video_fps
     video_target_num_patches dynamic_resolution dynamic_resolution_min_patches
     dynamic_resolution_max_patches""".split()
@@ -34,7 +37,7 @@ def path_of(data: str) -> str | None:
     """Return the path of shards or files that ``--data`` names; None for another source."""
     if data.startswith(ENERGON):
         return data.removeprefix(ENERGON)
-    return data if data.endswith((".json", ".jsonl")) else None
+    return data if data.endswith(SUFFIXES) else None
 
 
 def have_equal_images(args: Namespace) -> bool:

@@ -4,8 +4,8 @@
 
 A record has the keys that the json of a shard's sample has. It names its media, relative to the
 file or absolute, under ``image``, ``videos`` and so on, or in the items of its messages. A clip may
-be a folder of frames. Samples have numbers as those of shards do, from the records' places in the
-file, so survey, order and resume are those of shards.
+be a folder of frames. A sample's number follows from the record's place in the file, so survey,
+order and resume work as with shards.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from examples.mimo.nemotron_vlm.data import SUFFIXES
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation, Unreadable, one_line
 from examples.mimo.nemotron_vlm.energon.records import (
     ITEMS,
@@ -28,7 +29,6 @@ from examples.mimo.nemotron_vlm.energon.records import (
 from examples.mimo.nemotron_vlm.energon.store import PARTS, DataSet, EmptySplit
 from megatron.energon import CrudeSample
 
-SUFFIXES = (".jsonl", ".json")
 HELD_OUT = 50
 """One record in this many is held out of a file that has no file of held-out records beside it."""
 
@@ -39,10 +39,12 @@ CHUNK = 256
 """Samples that one process surveys at a time, as it does a shard."""
 
 SPACE = re.compile(r"[ \t\r\n]*")
+LINE = re.compile(rb"[^\n]*\S[^\n]*")
+"""A line that is not blank."""
 
 
 class Chunk(NamedTuple):
-    """A range of records, in the place of energon's ``ShardInfo``."""
+    """A range of records, used as energon's ``ShardInfo``."""
 
     name: str
     count: int
@@ -62,23 +64,25 @@ class FileSet(DataSet):
     """
 
     weight = None
+    configuration = ""
+    """Hash of the file's records, and which of them are in the split."""
 
     def __init__(self, place: tuple[Path, str]) -> None:
         self._place, self._given_up = place, set()
-        self._file, self.part, (every, held_out) = file_of(*place)
+        self._file, self.part, held_out = file_of(*place)
         self.path = self._file.parent
         data = self._file.read_bytes()
         spans = np.array(list(_spans(self._file, data)), np.int64).reshape(-1, 2)
-        held = np.arange(len(spans)) % every == 0
-        chosen = np.full(len(spans), True) if every == 1 else held == held_out
-        self._spans = spans[chosen]
-        if not len(self._spans):
+        if held_out is not None:
+            spans = spans[(np.arange(len(spans)) % HELD_OUT == 0) == held_out]
+        self._spans = spans
+        if not len(spans):
             raise EmptySplit(f"{self._file}: has no samples for {self.part}")
         newlines = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n"))
-        self._lines = np.searchsorted(newlines, self._spans[:, 0]) + 1
+        self._lines = np.searchsorted(newlines, spans[:, 0]) + 1
         digest = hashlib.sha256(data).hexdigest()
-        self._configuration = f"{digest} {every} {held_out}"
-        size = len(self._spans)
+        self.configuration = f"{digest} {HELD_OUT} {held_out}"
+        size = len(spans)
         self.ends = [*range(0, size, CHUNK), size]
         counts = np.diff(self.ends).tolist()
         self.shards = [Chunk(self._file.name, count) for count in counts]
@@ -86,11 +90,6 @@ class FileSet(DataSet):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FileSet, (self._place,)
-
-    @property
-    def configuration(self) -> str:
-        """Hash of the file's records, and which of them are in the split."""
-        return self._configuration
 
     def name(self, index: int) -> str:
         """Return ``file:line`` of a record."""
@@ -122,7 +121,8 @@ class FileSet(DataSet):
                 raise BadConversation(f"its {kind} is {json.dumps(given)[:40]}, no path of a file")
             path = self.path / given
             if kind == "video" and path.is_dir():
-                for place, frame in enumerate(sorted(path.iterdir(), key=_by_number)):
+                frames = sorted(path.iterdir(), key=lambda frame: numerically(frame.name))
+                for place, frame in enumerate(frames):
                     yield f"video{number}.{place}{frame.suffix}", frame
             elif kind_of(f"{kind}{number}{path.suffix}") is ITEMS[kind]:
                 yield f"{kind}{number}{path.suffix}", path
@@ -130,21 +130,21 @@ class FileSet(DataSet):
                 raise BadConversation(f"its {kind} {given} has the name of no {kind} file")
 
 
-def file_of(path: Path, split: str) -> tuple[Path, str, tuple[int, bool]]:
+def file_of(path: Path, split: str) -> tuple[Path, str, bool | None]:
     """Return the file of a split, the split's name, and which of the file's records are in it.
 
     Args:
         path: a file; or a folder with ``train.jsonl`` and perhaps ``val.jsonl`` or ``test.jsonl``.
 
     Returns:
-        The last part is (n, held out): every n-th record, or all others. n is 1 if all are in it.
+        The last part tells whether the records are held out or all others; None: all records.
     """
     if path.is_file():
-        return path, PARTS[split][0], (HELD_OUT, split == "test")
+        return path, PARTS[split][0], split == "test"
     for part in PARTS[split]:
         for suffix in SUFFIXES:
             if (file := path / f"{part}{suffix}").is_file():
-                return file, part, (1, False)
+                return file, part, None
     raise EmptySplit(f"{path}: has no file {' or '.join(PARTS[split])}{SUFFIXES[0]}")
 
 
@@ -156,15 +156,9 @@ def are_files(path: Path) -> bool:
 def _spans(file: Path, data: bytes) -> Iterable[tuple[int, int]]:
     """Yield start and end of each record, in bytes."""
     if file.suffix == ".jsonl":
-        start = 0
-        while start < len(data):
-            end = data.find(b"\n", start)
-            end = len(data) if end < 0 else end
-            if data[start:end].strip():
-                yield start, end
-            start = end + 1
+        yield from (line.span() for line in LINE.finditer(data))
         return
-    text = data.decode("latin-1")  # a character is a byte; those of JSON's own signs stay
+    text = data.decode("latin-1")  # a character is a byte, and JSON's own signs are in ASCII
     decoder = json.JSONDecoder()
     place, sign = SPACE.match(text).end(), "["
     try:
@@ -198,7 +192,3 @@ def _named_media(record: Any) -> Iterator[tuple[str, Any]]:
             for key in SOURCES[1:] if kind in tuple(ITEMS) else ():
                 if item.get(key) is not None:
                     yield kind, item[key]
-
-
-def _by_number(path: Path) -> list[int | str]:
-    return numerically(path.name)

@@ -225,9 +225,11 @@ class EnergonSource(SampleSource):
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "surveying.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the end of the process frees it, too
-            if load_survey(dataset, self._encoder, self._surveys) is None:
+            survey = load_survey(dataset, self._encoder, self._surveys)
+            if survey is None:
                 make_survey(dataset, self._encoder, self._surveys)
-        return load_survey(dataset, self._encoder, self._surveys)
+                survey = load_survey(dataset, self._encoder, self._surveys)
+        return survey
 
     def _refuse(
         self, part: str, pairs: list[tuple[DataSet, Survey]], count: int, kind: str

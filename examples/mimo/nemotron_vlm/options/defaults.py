@@ -100,7 +100,8 @@ def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
         "gradient_accumulation_fusion": layers._grad_accum_fusion_available,
         "moe_grouped_gemm": has_grouped_gemm and is_recent,
         "cross_entropy_loss_fusion": None,  # follows from other options
-        **dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather")),  # follow from others
+        "overlap_grad_reduce": None,  # follows from other options
+        "overlap_param_gather": None,  # follows from other options
     }
 
 

@@ -40,10 +40,6 @@ def _trains_in_fp32(run: Any) -> bool:
     return not in_16_bits or (is_trained and "M" in run.args.hybrid_layer_pattern)
 
 
-def _is_unproven_with_adapters(args: Any) -> bool:
-    return bool(args.fp8 or args.fp4 or args.moe_shared_expert_overlap)
-
-
 OF_OWN_OPTIONS = [
     refused(
         "--linear-cp-mode other than chunkwise",
@@ -59,7 +55,9 @@ OF_OWN_OPTIONS = [
     ),
     Rule(
         "--lora-dim with --fp8-format or --moe-shared-expert-overlap",
-        lambda r: r.args.lora_dim and _is_unproven_with_adapters(r.args),
+        lambda r: (
+            r.args.lora_dim and (r.args.fp8 or r.args.fp4 or r.args.moe_shared_expert_overlap)
+        ),
         "it has not been shown to work",
         example=f"{ON_ENGINE} {FP8} --lora-dim 8",
     ),

@@ -16,7 +16,6 @@ from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.energon import files
 from examples.mimo.nemotron_vlm.energon.__main__ import main
 from examples.mimo.nemotron_vlm.energon.errors import Excluded
-from examples.mimo.nemotron_vlm.options.run import Run
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import image, names, omni, source
 from tests.unit_tests.examples.nemotron_vlm.runs import options_of, trainer
 
@@ -95,30 +94,29 @@ def test_a_list_trains_as_it_is_and_every_fiftieth_record_is_held_out(photos):
 
 def test_a_large_file_is_surveyed_before(photos, monkeypatch, capsys):
     monkeypatch.setattr("examples.mimo.nemotron_vlm.energon.source.SMALL", 100)
-    args = options_of(*command(photos)).args
+    run = options_of(*command(photos))
     with pytest.raises(UserError) as refused:
-        make_source(args, Run.of(command(photos), world_size=1).preset)
+        make_source(run.args, run.preset)
     command_line = shlex.split(str(refused.value).partition("make one: ")[2])
     assert main(command_line[3:]) == 0 and "117 samples" in capsys.readouterr().out
-    assert make_source(args, Run.of(command(photos), world_size=1).preset).text("train", 0)
+    assert make_source(run.args, run.preset).text("train", 0)
 
 
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ('{"image": "photos/b.png"}', "photos/b.png: no such file"),
-        ('{"image": "photos"}', "has the name of no image file"),
-        ('{"image": 7}', "its image is 7, no path of a file"),
-        ('{"images": ["photos/a.png", null], "x": 1}', "x"),
+        ({"image": "photos/b.png"}, "photos/b.png: no such file"),
+        ({"image": "photos"}, "has the name of no image file"),
+        ({"image": 7}, "its image is 7, no path of a file"),
+        ({"images": ["photos/a.png", None], "x": 1}, "x"),
         ('["photos/a.png"]', "its json is no object"),
         ('{"image": "photos/a.png"', "its json is damaged"),
     ],
 )
 def test_a_bad_record_is_named_by_its_line(photos, record, reason):
-    good = {"image": "photos/a.png", "conversations": TURNS}
-    if record.startswith('{"im') and record.endswith("}"):
-        record = json.dumps({"conversations": TURNS} | json.loads(record))
-    lines = [json.dumps(good)] * 60 + ["", record]
+    good = json.dumps({"image": "photos/a.png", "conversations": TURNS})
+    bad = record if isinstance(record, str) else json.dumps({"conversations": TURNS} | record)
+    lines = [good] * 60 + ["", bad]
     path = photos.parent / "lines.jsonl"
     path.write_text("\n".join(lines))
     opened = source(path, photos.parent / "tokenizer")
