@@ -14,15 +14,15 @@ SPEED = "GPUs|s/step|tokens/s a GPU|TFLOP/s a GPU|of peak".split("|")
 PRINTED = ["run", *SPEED, "ratio", "GiB", "waiting for data"]
 
 HEADLINE = {
-    ("real", "dp=2"): "packed conversations, images of any size, clips and sounds, dp=2",
-    ("real", "language frozen"): "the same, language model frozen",
+    ("real-graphs", "CUDA graphs, 2 at once"): (
+        "packed conversations, images of any size, clips and sounds, dp=2, CUDA graphs"
+    ),
+    ("real-graphs", "dp=2"): "the same without graphs, one microbatch encoded at once",
     ("fp8", "bf16"): "tiles of one size, encoder 79 % of the work, CUDA graphs",
     ("fp8", "both, delayed, experts in bf16"): "the same in FP8",
-    ("two-gpus-graphs", "two"): "the same in bf16, both modules dp=2",
     ("heterogeneous-50-graphs", "encoder dp=2"): (
         "encoder 50 % of the work, dp=2, language tp=2 ep=2, CUDA graphs"
     ),
-    ("experts-128", "ep=2, graphs"): "13 B parameters, 128 experts, dp=2, ep=2, CUDA graphs",
     ("context-32k-graphs", "cp=2"): "rows of 32k tokens, encoder dp=2, language cp=2, CUDA graphs",
     ("upstream-768", "this program"): "images of 768×768, both modules dp=2, CUDA graphs",
     ("upstream-768", "upstream's, 4 samples"): "the same, upstream's script, a GPU for each module",
