@@ -17,6 +17,10 @@ from torch import Tensor
 WIDTH = 32
 """Heads are padded to a multiple of so many channels."""
 
+SEVERAL_BLOCKS = 512
+"""Tokens that no block of the kernels holds. They are compiled anew, for seconds in the midst of
+training, where the longest sequence fits into one block."""
+
 LENGTHS, NEAR = (203, 64, 1), 0.02
 """Lengths of the sequences that `check_kernel` compares, and the relative error that it allows;
 16-bit numbers come to 0.003, wrong gradients to more than 1."""
@@ -79,7 +83,8 @@ def packed_attention(
     width = -(-channels // WIDTH) * WIDTH
     heads = (_Padded.apply(each, width) for each in (query, key, value))
     packed = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
-    packed |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    bound = max(longest, SEVERAL_BLOCKS)
+    packed |= {"max_seqlen_q": bound, "max_seqlen_k": bound}
     attended, _ = flash_attn_varlen_func(*heads, softmax_scale=channels**-0.5, **packed)
     return _Cut.apply(attended, channels)
 
