@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.mock import MockStrips
-from examples.mimo.nemotron_vlm.data.sample import SampleSource
+from examples.mimo.nemotron_vlm.data.own_source import build, imported, parameters_of
+from examples.mimo.nemotron_vlm.data.sample import DigitTask, SampleSource
 from examples.mimo.nemotron_vlm.data.whole_images import WholeImages, most_rows
 from examples.mimo.nemotron_vlm.model.names import SOUND
 
@@ -54,29 +55,25 @@ def make_source(args: Namespace, preset: VLMPreset) -> SampleSource:
             or the vocabulary; or the file system refuses to read it, which other ranks may not see.
     """
     name, images = args.data, preset.images
-    path = path_of(name)
-    sizes = {
+    path, kind = path_of(name), SOURCES.get(name.partition(":")[0])
+    given = {
         "tile": images.tile,
         "tokens_per_tile": most_rows(images) if args.dynamic_resolution else images.tokens_per_tile,
         "seq_length": args.seq_length,
         "seed": args.seed,
+        "images": images,
     }
     try:
         if path is not None:
             source = _energon(path, args, preset)
-        elif name.startswith(DIGITS):
-            source = DigitStrips(**sizes, digits=_count(name.removeprefix(DIGITS)))
-            source.text("train", 0)
-        elif name in SOURCES:
-            source = SOURCES[name](**sizes)
-            source.text("train", 0)
         else:
-            known = ", ".join(SOURCES)
-            raise UserError(
-                f"--data {name}: no such data; choose from {known}, {DIGITS}N, {ENERGON}PATH, "
-                "FILE.json, FILE.jsonl"
-            )
-        if args.dynamic_resolution and path is None:
+            chosen, words = kind or _imported(name), name.removeprefix(DIGITS)
+            if "encoder" in parameters_of(chosen):
+                given["encoder"] = make_encoder(args, preset)
+            named = name if words == name else f"{DIGITS}digits={_count(words)}"
+            source = build(chosen, named, given)
+            source.text("train", 0)
+        if args.dynamic_resolution and isinstance(source, DigitTask):
             source = WholeImages(source, images, args.seq_length, args.seed)
     except ImportError as error:
         raise UserError(str(error)) from error
@@ -85,8 +82,8 @@ def make_source(args: Namespace, preset: VLMPreset) -> SampleSource:
     except ValueError as error:
         if path is not None:  # the error names it
             raise UserError(f"--data {ENERGON} {error}") from error
-        advice = "change --seq-length or --model"
-        raise UserError(f"--data {name}: {error}; {advice}") from error
+        advice = "; change --seq-length or --model" if kind else ""
+        raise UserError(f"--data {name}: {error}{advice}") from error
     if source.vocab_size > args.vocab_size:
         raise UserError(
             f"--data {name} has token ids up to {source.vocab_size - 1}: --vocab-size must be at "
@@ -109,9 +106,21 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _imported(data: str) -> type[SampleSource]:
+    try:
+        kind = imported(data.partition(":")[0])
+        if not issubclass(kind, SampleSource):
+            raise ValueError(f"{kind.__name__} is no subclass of SampleSource")
+    except (ImportError, AttributeError, ValueError) as error:
+        known = f"{', '.join(SOURCES)}, {DIGITS}N, {ENERGON}PATH, FILE.json, FILE.jsonl"
+        raise UserError(
+            f"--data {data}: no such data; choose from {known}, or module.Class[:KEY=VALUE,…] with "
+            f"the module's folder in PYTHONPATH ({error})"
+        ) from error
+    return kind
+
+
 def _energon(path: str, args: Namespace, preset: VLMPreset) -> SampleSource:
-    if args.tokenizer_model is None:
-        raise UserError("--data energon needs --tokenizer-model DIR, of a Hugging Face tokenizer")
     from examples.mimo.nemotron_vlm.energon.source import EnergonSource
     from examples.mimo.nemotron_vlm.energon.survey import NoSurvey
 
@@ -130,8 +139,13 @@ def make_encoder(args: Namespace, preset: VLMPreset) -> Encoder:
 
     Raises:
         ImportError: the energon extra is not installed.
+        UserError: no tokenizer is named.
         ValueError: the tokenizer does not fit.
     """
+    if args.tokenizer_model is None:
+        raise UserError(
+            f"--data {args.data} needs --tokenizer-model DIR, of a Hugging Face tokenizer"
+        )
     from examples.mimo.nemotron_vlm.energon.conversation import Chat
     from examples.mimo.nemotron_vlm.energon.encoding import Encoder
     from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling

@@ -20,7 +20,7 @@ import torch
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Layout
-from examples.mimo.nemotron_vlm.data import DIGITS, make_source, path_of
+from examples.mimo.nemotron_vlm.data import DIGITS, SOURCES, make_source, path_of
 from examples.mimo.nemotron_vlm.data.rows import SIZE, Packing, Rows
 from examples.mimo.nemotron_vlm.model.encoders import Encoder
 from examples.mimo.nemotron_vlm.model.names import IMAGES
@@ -97,7 +97,7 @@ def inputs_of(args: Namespace, preset: VLMPreset) -> tuple[Inputs, ...]:
         UserError: the data cannot be opened, or the inputs do not fit the sequence.
     """
     path = path_of(args.data)
-    is_there = path and Path(path).exists()
+    is_there = Path(path).exists() if path else args.data.partition(":")[0] not in SOURCES
     opened = args if is_there else Namespace(**vars(args) | {"data": "mock"})
     packing = Packing(args.pack_window, args.sample_multiple) if args.pack and is_there else None
     tiles = args.plan_tiles or args.data.partition(DIGITS)[2]
