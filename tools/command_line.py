@@ -4,6 +4,8 @@
 
 import argparse
 
+DEVICE = "of the model; cuda, in bf16, where there is a GPU"
+
 
 class Parser(argparse.ArgumentParser):
     """A parser that reports errors in one line."""

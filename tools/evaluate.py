@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent / name) for name in ("checkpoint", ".")]
 
-from command_line import Parser, positive  # noqa: E402
+from command_line import DEVICE, Parser, positive  # noqa: E402
 from in_checkout import run  # noqa: E402
 
 
@@ -30,8 +30,9 @@ def main(argv: list[str]) -> int:
     add("--max-tokens", type=positive, default=256, metavar="N", help="of an answer")
     what = "page to write; evaluation.html by default"
     add("--out", type=Path, default=Path("evaluation.html"), metavar="FILE", help=what)
+    add("--device", choices=("cpu", "cuda"), help=DEVICE)
     options = parser.parse_args(argv)
-    return run(lambda: _evaluate(options))
+    return run(lambda: _evaluate(options), options.device)
 
 
 def _evaluate(options: Namespace) -> None:
@@ -54,7 +55,7 @@ def _evaluate(options: Namespace) -> None:
             not_asked += 1
             continue
         model.begin(dict(question.asked))
-        said = model.ask(question.text, _files(question), options.max_tokens)
+        said = model.ask(question.text, _files(question), max_new_tokens=options.max_tokens)
         judged.append(Judged(name, question, said.rpartition("</think>")[2].strip()))
         print(f"\r{len(judged)} samples", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)

@@ -13,12 +13,14 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[1] / "build" / "Megatron-LM"
 
 
-def run(tool: Callable[[], None]) -> int:
+def run(tool: Callable[[], None], device: str | None = "cpu") -> int:
     """Call a tool; return the exit status, 2 for user errors.
 
     The tool must import from the checkout only when it is called: that on PYTHONPATH, or the one in
-    build/Megatron-LM. It sees no GPU, as on CPU ranks, and reports user errors by raising UserError
-    or OSError.
+    build/Megatron-LM. It reports user errors by raising UserError or OSError.
+
+    Args:
+        device: "cuda"; "cpu", with which the tool sees no GPU; or None for a GPU if there is one.
     """
     if find_spec("torch") is None:
         print("error: no PyTorch: run make setup, then source .venv/bin/activate", file=sys.stderr)
@@ -30,19 +32,24 @@ def run(tool: Callable[[], None]) -> int:
             return 2
         sys.path.insert(0, str(CHECKOUT))
         sys.modules.pop("megatron", None)  # found without megatron.core: another package's part
+    import torch
+
     from examples.mimo.common.errors import BAD_INPUT, UserError
     from examples.mimo.pretrain_nemotron_vlm import GPU_KERNELS
 
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    hidden = [name for name in GPU_KERNELS if name not in sys.modules and find_spec(name)]
-    sys.modules.update(dict.fromkeys(hidden))
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            from megatron.core import cpu_runtime
+            if device == "cpu" or not torch.accelerator.is_available():
+                if device == "cuda":
+                    raise UserError("--device cuda: PyTorch finds no GPU here")
+                os.environ["CUDA_VISIBLE_DEVICES"] = ""
+                hidden = [each for each in GPU_KERNELS if each not in sys.modules]
+                sys.modules.update(dict.fromkeys(filter(find_spec, hidden)))
+                from megatron.core import cpu_runtime
 
-            cpu_runtime.install()
+                cpu_runtime.install()
             tool()
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

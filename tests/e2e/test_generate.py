@@ -203,6 +203,69 @@ def test_a_tokenizer_that_does_not_know_a_word_is_said(trained, capsys):
     assert capsys.readouterr().err == "error: the tokenizer does not know all of its words\n"
 
 
+def test_questions_of_a_file_are_answered_as_each_alone(trained, capsys, tmp_path):
+    saved, files = trained.path / "saved", [tmp_path / "messages.jsonl", tmp_path / "llava.json"]
+    said, asked = answers(capsys, saved, trained.asked.values()), []
+    for *media, _, question in trained.asked.values():
+        named = {}
+        for kind, path in zip(media[::2], map(Path, media[1::2]), strict=True):
+            named[kind[2:]] = f"{len(asked)}.{path.name}"  # "wav" in a shard has no suffix
+            (tmp_path / named[kind[2:]]).symlink_to(path)
+        talk = [{"from": "human", "value": question}, {"from": "gpt", "value": "known"}]
+        turns = [{"role": "user", "content": question}]
+        asked.append(({"messages": turns} | named, {"conversations": talk} | named))
+    files[0].write_text("\n".join(json.dumps(each) for each, _ in asked))
+    files[1].write_text(json.dumps([each for _, each in asked], indent=1))
+    (*media, _, question), lines = next(iter(trained.asked.values())), tmp_path / "lines.txt"
+    lines.write_text(f"{question}\n\n{question}\n")
+    for file, more, wanted in (*((each, [], said) for each in files), (lines, media, said[:1] * 2)):
+        found = answers(capsys, saved, [["--questions", str(file), *more]])
+        found = [json.loads(line) for line in found]
+        assert [each["answer"] for each in found] == wanted
+        assert found[0]["name"].startswith(f"{file.name}:") and question in found[0]["question"]
+
+
+def test_a_seed_repeats_the_draws_and_the_likeliest_of_one_is_the_answer(
+    trained, capsys, monkeypatch
+):
+    words, drawn = list(trained.asked.values())[1], ["--temperature", "3", "--top-p", "0.99"]
+    given = [[], ["--top-k", "1"], *([*drawn, "--seed", n] for n in "12134")]
+    plain, likeliest, *draws = answers(capsys, trained.path / "saved", [words + g for g in given])
+    assert plain == likeliest and draws[0] == draws[2] and len(set(draws)) > 2
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    (streamed,) = answers(capsys, trained.path / "saved", [words])
+    assert streamed.strip() == plain
+
+
+@pytest.mark.parametrize("trained", ["tiny"], indirect=True)
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--top-p", "2"], "--top-p above 0 and at most 1"),
+        (["--questions", "a.jsonl", "--ask", "read"], "leave out --ask"),
+        (["--questions", "a.jsonl", "--image", "a.wav"], "media if the file names its own"),
+        (["--questions", "none.jsonl"], "none.jsonl"),
+        (["--questions", "a.jsonl"], "a.jsonl:3: none.png: no such file"),
+        (["--questions", "b.json"], "b.json:1: "),
+        (["--questions", "c.jsonl"], "c.jsonl:1: its json is damaged"),
+        (["--device", "cuda", "--ask", "read"], "PyTorch finds no GPU here"),
+    ],
+)
+def test_a_bad_question_is_one_line_before_the_model_is_read(
+    words, error, trained, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(generate, "converted", None)
+    talk = {"conversations": [{"from": "human", "value": "read"}]}
+    Path("a.wav").write_bytes(b"RIFF")
+    Path("a.jsonl").write_text(f"{json.dumps(talk)}\n\n{json.dumps(talk | {'image': 'none.png'})}")
+    Path("b.json").write_text("{}")
+    Path("c.jsonl").write_text("{")
+    assert generate.main([str(trained.path / "saved"), *words]) == 2
+    out, said = capsys.readouterr()
+    assert said.startswith("error: ") and said.count("\n") == 1 and error in said and not out
+
+
 @pytest.mark.parametrize("trained", ["tiny"], indirect=True)
 @pytest.mark.parametrize(
     ("words", "error"),

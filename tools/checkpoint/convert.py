@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     back = commands.add_parser("megatron-to-hf", help="write a Hugging Face directory")
     back.set_defaults(run=_to_hugging_face)
     back.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="as --load takes it")
-    like = "a Hugging Face model of the same sizes, from which all but the weights is copied"
+    like = "Hugging Face model from which all but the weights is copied; else the run says it"
     back.add_argument("--like", type=Path, metavar="DIR", help=like)
     what = "write LoRA's adapters for peft; without, they are merged into their base"
     back.add_argument("--adapter", action="store_true", help=what)
@@ -114,14 +114,14 @@ def _to_megatron(options: argparse.Namespace, base) -> None:
 
 def _to_hugging_face(options: argparse.Namespace, base) -> None:
     from conversion.directions import to_hugging_face
-    from examples.mimo.common.errors import UserError
+    from conversion.trained import export
 
     if options.adapter:
         from conversion.peft_files import to_peft
 
         return to_peft(options.checkpoint, options.like, options.out)
     if not options.like:
-        raise UserError("give --like, a Hugging Face model of the same sizes")
+        return export(options.checkpoint, options.out)
     copied = to_hugging_face(options.checkpoint, options.like, base, options.out)
     _list(f"not in our model, copied from {options.like}", copied)
 

@@ -19,6 +19,7 @@ from conversion.trained import ASKED, INPUTS
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import make_encoder
 from examples.mimo.nemotron_vlm.energon import conversation
+from examples.mimo.nemotron_vlm.energon.encoding import Read
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation
 from examples.mimo.nemotron_vlm.energon.records import Medium, Record
 from examples.mimo.nemotron_vlm.model.encoders.radio.entry import Radio
@@ -55,10 +56,10 @@ def base_of(directory: Path) -> Path:
 
 
 def their_model(directory: Path, as_ours: bool = False):
-    """Load a whole VLM or a language model, or one with peft's adapters.
+    """Load a whole VLM or a language model, or one with peft's adapters; on a GPU, in bf16.
 
     Args:
-        as_ours: in fp32, with Mamba-2's time steps as they are.
+        as_ours: on the CPU in fp32, with Mamba-2's time steps as they are.
 
     Raises:
         UserError: the directory lacks tensors, or the adapters' base is not there.
@@ -78,12 +79,13 @@ def their_model(directory: Path, as_ours: bool = False):
     kind = transformers.NemotronHForCausalLM if is_language else NemotronH_Omni_Reasoning_V3
     if as_ours:
         getattr(config, "text_config", config).time_step_min = TIME_STEP_MIN
-    dtype = torch.float32 if as_ours else "auto"
+    on_gpu = not as_ours and torch.accelerator.is_available()
+    dtype = torch.float32 if as_ours else torch.bfloat16 if on_gpu else "auto"
     how = {"config": config, "dtype": dtype, "output_loading_info": True}
     model, found = kind.from_pretrained(directory, **how)
     if lacking := [name for name in found["missing_keys"] if not MAY_LACK.search(name)]:
         raise UserError(f"{directory} lacks {', '.join(lacking)}")
-    return model.eval()
+    return model.eval().to("cuda" if on_gpu else "cpu")
 
 
 def embedded(model, ids: torch.Tensor, rows: dict[int, list[torch.Tensor]]) -> torch.Tensor:
@@ -117,10 +119,20 @@ def their_rows(model, images: Radio, made: torch.Tensor) -> torch.Tensor:
         cut = "n h w (t c y x) -> n t c (h y) (w x)"
         sides = {"t": images.tubelet, "y": images.patch, "x": images.patch}
         pixels = (rearrange(made, cut, **sides) / 255 - mean) / std
-        return torch.cat(list(model.get_video_features(pixels.flatten(1, 2)[None]).pooler_output))
+        pixels = pixels.flatten(1, 2)[None].to(model.device)
+        return torch.cat(list(model.get_video_features(pixels).pooler_output))
     mean, std = (each.flatten().repeat_interleave(images.patch**2) for each in (mean, std))
     patches, grid = (made.flatten(0, 1) / 255 - mean) / std, torch.tensor([made.shape[:2]])
-    return model.get_image_features(patches, grid).pooler_output[0]
+    given = patches.to(model.device), grid.to(model.device)
+    return model.get_image_features(*given).pooler_output[0]
+
+
+def question_of(text: str, files: list[Medium]) -> Record:
+    """Return a question with its media, those of a kind in the order of the files."""
+    rest = {kind: [f for f in files if f.kind == kind] for kind in conversation.PLACEHOLDERS}
+    turns = [conversation.Turn("user", (text,)), conversation.Turn("assistant", "-")]
+    placed, kinds = conversation.place_media(turns, {kind: len(rest[kind]) for kind in rest})
+    return Record(placed[:1], [rest[kind].pop(0) for kind in kinds])
 
 
 class Conversation:
@@ -159,43 +171,51 @@ class Conversation:
         """Begin another conversation, with arguments of the chat template."""
         self._arguments, self._turns, self._media = arguments, [], []
 
-    def ask(self, question: str, files: list[Medium], max_tokens: int) -> str:
-        """Return the answer to a question with media, after those asked before."""
-        rest = {
-            kind: [file for file in files if file.kind == kind]
-            for kind in conversation.PLACEHOLDERS
-        }
-        counts = {kind: len(given) for kind, given in rest.items()}
-        asked = conversation.Turn("user", (question,))
-        turns = [asked, conversation.Turn("assistant", "-")]
-        placed, kinds = conversation.place_media(turns, counts)
-        self._media += self._encoder.read([rest[kind].pop(0) for kind in kinds])
-        self._turns.append(placed[0])
-        record = Record(self._turns, self._media, self._arguments)
-        ids = self._encoder.question(record, [medium.extent for medium in self._media])
-        if self._encoder.chat.unknown in ids:
-            raise BadConversation("the tokenizer does not know all of its words")
-        ids = torch.from_numpy(ids)[None]
-        with torch.no_grad():
-            made = self._model.generate(
-                inputs_embeds=self._embedded(ids),
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-                eos_token_id=self._encoder.chat.end,
-                pad_token_id=self._encoder.chat.pad_token,
-            )
-        answer = self._encoder.chat.words(made[0].tolist()).strip()
+    def ask(self, question: str, files: list[Medium], **how: Any) -> str:
+        """Return the answer to a question with media, after those asked before; see `answer`."""
+        asked = question_of(question, files)
+        self._media += self._encoder.read(asked.media)
+        self._turns += asked.turns
+        answer = self._answer(Record(self._turns, self._media, self._arguments), **how)
         # The template reads thoughts between both of their tags; the first may be in the prompt.
         opened = "<think>" * ("</think>" in answer and "<think>" not in answer)
         self._turns.append(conversation.Turn("assistant", opened + answer))
         return answer
 
-    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+    def answer(self, asked: Record, **how: Any) -> str:
+        """Return the answer to another conversation, whose media are the content of their files.
+
+        Args:
+            how: ``seed`` for draws, ``stream`` to print the answer as it comes; others are of
+                transformers' ``generate``.
+        """
+        media, arguments = self._encoder.read(asked.media), {**self._arguments, **asked.arguments}
+        return self._answer(Record(asked.turns, media, arguments), **how)
+
+    def _answer(self, asked: Record, seed: int = 0, stream: bool = False, **how: Any) -> str:
+        chat = self._encoder.chat
+        ids = self._encoder.question(asked, [medium.extent for medium in asked.media])
+        if chat.unknown in ids:
+            raise BadConversation("the tokenizer does not know all of its words")
+        ids = torch.from_numpy(ids)[None].to(self._model.device)
+        words = Namespace(decode=chat.words)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            made = self._model.generate(
+                inputs_embeds=self._embedded(ids, asked.media),
+                attention_mask=torch.ones_like(ids),
+                eos_token_id=chat.end,
+                pad_token_id=chat.pad_token,
+                streamer=transformers.TextStreamer(words, skip_prompt=True) if stream else None,
+                **{"do_sample": False, **how},
+            )
+        return chat.words(made[0].tolist()).strip()
+
+    def _embedded(self, ids: torch.Tensor, media: list[Read]) -> torch.Tensor:
         """Return embeddings of tokens [1, n, hidden], with the rows of media in their places."""
         images, tokens = self._preset.images, self._encoder.chat.ids
         rows = {token: [] for token in tokens.values()}
-        for medium in self._media:
+        for medium in media:
             encoder = SOUND if medium.kind in conversation.KINDS_OF[SOUND] else IMAGES
             made = self._encoder.inputs([medium], encoder)
             if isinstance(made, torch.Tensor):  # tiles, each of which is an image

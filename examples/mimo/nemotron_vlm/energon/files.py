@@ -67,7 +67,7 @@ class FileSet(DataSet):
     configuration = ""
     """Hash of the file's records, and which of them are in the split."""
 
-    def __init__(self, place: tuple[Path, str]) -> None:
+    def __init__(self, place: tuple[Path, str | None]) -> None:
         self._place, self._given_up = place, set()
         self._file, self.part, held_out = file_of(*place)
         self.path = self._file.parent
@@ -130,15 +130,18 @@ class FileSet(DataSet):
                 raise BadConversation(f"its {kind} {given} has the name of no {kind} file")
 
 
-def file_of(path: Path, split: str) -> tuple[Path, str, bool | None]:
+def file_of(path: Path, split: str | None) -> tuple[Path, str, bool | None]:
     """Return the file of a split, the split's name, and which of the file's records are in it.
 
     Args:
         path: a file; or a folder with ``train.jsonl`` and perhaps ``val.jsonl`` or ``test.jsonl``.
+        split: None takes all records of a file.
 
     Returns:
         The last part tells whether the records are held out or all others; None: all records.
     """
+    if split is None:
+        return path, "", None
     if path.is_file():
         return path, PARTS[split][0], split == "test"
     for part in PARTS[split]:
