@@ -19,18 +19,20 @@ from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
 from examples.mimo.nemotron_vlm.energon.chat_template import DEFAULT_TEMPLATE
 from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn
+from examples.mimo.nemotron_vlm.loop import forward_step
 from examples.mimo.nemotron_vlm.loop.asking import ask_command
 from tests.unit_tests.checkpoint.conversions import Given, assert_verified, convert
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
 from tests.unit_tests.checkpoint.program_logits import BATCH, SAMPLES, loading, program_logits
 from tests.unit_tests.examples.nemotron_vlm.energon import digits_data as shards
-from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+from tests.unit_tests.examples.nemotron_vlm.runs import OWN_DEFAULTS, trainer
 from tests.unit_tests.test_utilities import Utils
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import evaluate  # noqa: E402
 import generate  # noqa: E402
+import judging  # noqa: E402
 
 from conversion.trained import _tokenizer  # noqa: E402
 
@@ -204,30 +206,29 @@ def test_a_tokenizer_that_does_not_know_a_word_is_said(trained, capsys):
 
 
 def test_questions_of_a_file_are_answered_as_each_alone(trained, capsys, tmp_path):
-    saved, files = trained.path / "saved", [tmp_path / "messages.jsonl", tmp_path / "llava.json"]
-    said, asked = answers(capsys, saved, trained.asked.values()), []
+    saved, asked = trained.path / "saved", []
+    said = answers(capsys, saved, trained.asked.values())
     for *media, _, question in trained.asked.values():
         named = {}
         for kind, path in zip(media[::2], map(Path, media[1::2]), strict=True):
             named[kind[2:]] = f"{len(asked)}.{path.name}"  # "wav" in a shard has no suffix
             (tmp_path / named[kind[2:]]).symlink_to(path)
         talk = [{"from": "human", "value": question}, {"from": "gpt", "value": "known"}]
-        turns = [{"role": "user", "content": question}]
-        asked.append(({"messages": turns} | named, {"conversations": talk} | named))
-    files[0].write_text("\n".join(json.dumps(each) for each, _ in asked))
-    files[1].write_text(json.dumps([each for _, each in asked], indent=1))
-    (*media, _, question), lines = next(iter(trained.asked.values())), tmp_path / "lines.txt"
-    lines.write_text(f"{question}\n\n{question}\n")
-    for file, more, wanted in (*((each, [], said) for each in files), (lines, media, said[:1] * 2)):
-        found = answers(capsys, saved, [["--questions", str(file), *more]])
-        found = [json.loads(line) for line in found]
-        assert [each["answer"] for each in found] == wanted
-        assert found[0]["name"].startswith(f"{file.name}:") and question in found[0]["question"]
+        named["messages"] = [{"role": "user", "content": question}]
+        asked.append((named, named | {"messages": None, "conversations": talk}))
+    messages, talks = zip(*asked, strict=True)
+    (*media, _, question), (first, *_) = next(iter(trained.asked.values())), said
+    for name, text, more, wanted in (
+        ("a.jsonl", "\n".join(map(json.dumps, messages)), [], said),
+        ("a.json", json.dumps(talks, indent=1), [], said),
+        ("a.txt", f"{question}\n\n{question}\n", media, [first] * 2),
+    ):
+        (tmp_path / name).write_text(text)
+        found = answers(capsys, saved, [["--questions", str(tmp_path / name), *more]])
+        assert [json.loads(line)["answer"] for line in found] == wanted
 
 
-def test_a_seed_repeats_the_draws_and_the_likeliest_of_one_is_the_answer(
-    trained, capsys, monkeypatch
-):
+def test_a_seed_repeats_what_is_drawn(trained, capsys, monkeypatch):
     words, drawn = list(trained.asked.values())[1], ["--temperature", "3", "--top-p", "0.99"]
     given = [[], ["--top-k", "1"], *([*drawn, "--seed", n] for n in "12134")]
     plain, likeliest, *draws = answers(capsys, trained.path / "saved", [words + g for g in given])
@@ -241,44 +242,50 @@ def test_a_seed_repeats_the_draws_and_the_likeliest_of_one_is_the_answer(
 @pytest.mark.parametrize(
     ("words", "error"),
     [
+        (["--image", "none.png"], "none.png: no such file, or an empty folder"),
+        (["--image", "a.wav", "--ask", "read"], "image 1: "),
+        (["--sound", "a.wav", "--ask", "read"], "sound 1: the model has no encoder of sound"),
+        (["--step", "7"], "iter_0000007"),
         (["--top-p", "2"], "--top-p above 0 and at most 1"),
         (["--questions", "a.jsonl", "--ask", "read"], "leave out --ask"),
         (["--questions", "a.jsonl", "--image", "a.wav"], "media if the file names its own"),
-        (["--questions", "none.jsonl"], "none.jsonl"),
         (["--questions", "a.jsonl"], "a.jsonl:3: none.png: no such file"),
         (["--questions", "b.json"], "b.json:1: "),
-        (["--questions", "c.jsonl"], "c.jsonl:1: its json is damaged"),
-        (["--device", "cuda", "--ask", "read"], "PyTorch finds no GPU here"),
-    ],
-)
-def test_a_bad_question_is_one_line_before_the_model_is_read(
-    words, error, trained, capsys, monkeypatch, tmp_path
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(generate, "converted", None)
-    talk = {"conversations": [{"from": "human", "value": "read"}]}
-    Path("a.wav").write_bytes(b"RIFF")
-    Path("a.jsonl").write_text(f"{json.dumps(talk)}\n\n{json.dumps(talk | {'image': 'none.png'})}")
-    Path("b.json").write_text("{}")
-    Path("c.jsonl").write_text("{")
-    assert generate.main([str(trained.path / "saved"), *words]) == 2
-    out, said = capsys.readouterr()
-    assert said.startswith("error: ") and said.count("\n") == 1 and error in said and not out
-
-
-@pytest.mark.parametrize("trained", ["tiny"], indirect=True)
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["--image", "none.png"], "none.png: no such file, or an empty folder"),
-        (["--image", "a.wav"], "image 1: "),
-        (["--sound", "a.wav"], "sound 1: the model has no encoder of sound"),
-        (["--step", "7"], "iter_0000007"),
+        (["--device", "cuda"], "PyTorch finds no GPU here"),
     ],
 )
 def test_an_error_is_one_line(words, error, trained, capsys, monkeypatch):
     monkeypatch.chdir(trained.path)
     Path("a.wav").write_bytes(b"RIFF")
-    assert generate.main(["saved", *words, "--ask", "read"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1 and error in said
+    talk = {"conversations": [{"from": "human", "value": "read"}]}
+    Path("a.jsonl").write_text(f"{json.dumps(talk)}\n\n{json.dumps(talk | {'image': 'none.png'})}")
+    Path("b.json").write_text("{}")
+    assert generate.main(["saved", *words]) == 2
+    out, said = capsys.readouterr()
+    assert said.startswith("error: ") and said.count("\n") == 1 and error in said and not out
+
+
+def test_an_evaluation_counts_the_answers_that_generation_gives(tmp_path, capsys, monkeypatch):
+    """A run calls a sample right if every next token of its answer, and the end, is the likeliest;
+    generation takes these tokens then, and otherwise leaves the answer at the first that is not."""
+    monkeypatch.setattr(judging, "write_page", lambda *given: shown.append(given[-1]))
+    batches, shown, sizes = 4, [], "--global-batch-size 16 --micro-batch-size 16 --seq-length 16"
+    files = "--report", str(tmp_path / "a.png"), "--metrics-out", str(tmp_path / "a.jsonl")
+    learning = (*OWN_DEFAULTS, "--lr", "3e-3", "--train-iters", "100", "--eval-iters", str(batches))
+    with trainer("--data", "digits", *sizes.split(), *learning, *files) as run:
+        for _ in range(100):
+            run.train_step()
+        source, run.source.score = run.source, None  # counts whole answers, as eval_exact_match
+        known = run.evaluate(batches)
+        run.save(tmp_path / "saved")
+    read = dict(forward_step.answers)
+    forward_step.answers.clear()
+    Utils.destroy()
+    capsys.readouterr()
+    assert evaluate.main([str(tmp_path / "saved"), "--samples", str(16 * batches)]) == 0
+    exact = json.loads(capsys.readouterr().out)["exact_match"]
+    labels = [source.text("test", number).labels for number in range(16 * batches)]
+    wrong = {number for (number, place), token in read.items() if token != labels[number][place]}
+    matches = [each.scores()["exact_match"] for each in shown[0]]
+    assert matches == [number not in wrong for number in range(16 * batches)]
+    assert exact == pytest.approx(known) and 0 < known < 1
