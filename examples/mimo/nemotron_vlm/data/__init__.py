@@ -25,7 +25,7 @@ DIGITS = "digits:"
 
 ENERGON = "energon:"
 
-SUFFIXES = (".jsonl", ".json")
+SUFFIXES = (".jsonl", ".json", ".parquet")
 """Ends of names of files of records."""
 
 PREPARATION = """tokenizer_model image_token prompt max_tiles thumbnail video_frames video_fps

@@ -1,17 +1,16 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of a JSON or JSONL file, whose media lie in folders.
+"""Samples of a file of records, whose media lie in folders or in the records.
 
-A record has the keys that the json of a shard's sample has. It names its media, relative to the
-file or absolute, under ``image``, ``videos`` and so on, or in the items of its messages. A clip may
-be a folder of frames. A sample's number follows from the record's place in the file, so survey,
-order and resume work as with shards.
+A record has the keys that the json of a shard's sample has. Under ``image``, ``videos`` and so on,
+or in the items of its messages, it has paths of media, relative to the file or absolute, or the
+media themselves. A clip may be a folder of frames. A sample's number follows from the record's
+place in the file, so survey, order and resume work as with shards.
 """
 
-import hashlib
+import base64
 import json
-import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +18,8 @@ import numpy as np
 
 from examples.mimo.nemotron_vlm.data import SUFFIXES
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation, Unreadable, one_line
-from examples.mimo.nemotron_vlm.energon.records import (
-    ITEMS,
-    SOURCES,
-    decode_text,
-    kind_of,
-    numerically,
-)
+from examples.mimo.nemotron_vlm.energon.record_files import open_file
+from examples.mimo.nemotron_vlm.energon.records import ITEMS, SOURCES, kind_of, numerically
 from examples.mimo.nemotron_vlm.energon.store import PARTS, DataSet, EmptySplit
 from megatron.energon import CrudeSample
 
@@ -38,9 +32,11 @@ SMALL = 10_000
 CHUNK = 256
 """Samples that one process surveys at a time, as it does a shard."""
 
-SPACE = re.compile(r"[ \t\r\n]*")
-LINE = re.compile(rb"[^\n]*\S[^\n]*")
-"""A line that is not blank."""
+UNNAMED = {"image": "png", "video": "mp4", "audio": "wav", "sound": "wav"}
+"""Suffix in a sample of media that have no name; their bytes decide how they are read."""
+
+RECORD = "__record__"
+"""Key of a sample's decoded json beside its text."""
 
 
 class Chunk(NamedTuple):
@@ -51,16 +47,14 @@ class Chunk(NamedTuple):
 
 
 class FileSet(DataSet):
-    """The records of one split of a JSON or JSONL file; see `DataSet` for what it has.
-
-    Only the places of the records are held in memory.
+    """The records of one split of a file; see `DataSet` for what it has.
 
     Args:
         place: the path that ``--data`` names, and the split; also for processes that are spawned.
 
     Raises:
         EmptySplit: no record is in the split.
-        ValueError: the file is no list of records; the message names file and line.
+        ValueError: the file is no list of records; the message names it.
     """
 
     weight = None
@@ -71,18 +65,15 @@ class FileSet(DataSet):
         self._place, self._given_up = place, set()
         self._file, self.part, held_out = file_of(*place)
         self.path = self._file.parent
-        data = self._file.read_bytes()
-        spans = np.array(list(_spans(self._file, data)), np.int64).reshape(-1, 2)
+        self._records = open_file(self._file)
+        numbers = np.arange(len(self._records.places))
         if held_out is not None:
-            spans = spans[(np.arange(len(spans)) % HELD_OUT == 0) == held_out]
-        self._spans = spans
-        if not len(spans):
+            numbers = numbers[(numbers % HELD_OUT == 0) == held_out]
+        if not len(numbers):
             raise EmptySplit(f"{self._file}: has no samples for {self.part}")
-        newlines = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n"))
-        self._lines = np.searchsorted(newlines, spans[:, 0]) + 1
-        digest = hashlib.sha256(data).hexdigest()
-        self.configuration = f"{digest} {HELD_OUT} {held_out}"
-        size = len(spans)
+        self._numbers = numbers
+        self.configuration = f"{self._records.digest} {HELD_OUT} {held_out}"
+        size = len(numbers)
         self.ends = [*range(0, size, CHUNK), size]
         counts = np.diff(self.ends).tolist()
         self.shards = [Chunk(self._file.name, count) for count in counts]
@@ -92,19 +83,19 @@ class FileSet(DataSet):
         return FileSet, (self._place,)
 
     def name(self, index: int) -> str:
-        """Return ``file:line`` of a record."""
-        return f"{self._file.name}:{self._lines[index]}"
+        """Return ``file:line`` of a record, in Parquet ``file:row``."""
+        return f"{self._file.name}:{self._records.places[self._numbers[index]]}"
 
     def _read(self, index: int, kinds: Collection[str] | None) -> dict[str, Any]:
-        start, end = self._spans[index].tolist()
+        bytes_too = kinds is None or len(kinds) > 0
         try:
-            with open(self._file, "rb") as file:
-                file.seek(start)
-                text = file.read(end - start)
-            whole: dict[str, Any] = {"__key__": self.name(index), "json": text}
-            for name, path in self._media(decode_text(whole)["json"]):
+            text, record = self._records.read(int(self._numbers[index]), bytes_too)
+            whole: dict[str, Any] = {"__key__": self.name(index), "json": text, RECORD: record}
+            for name, content in self._media(record, bytes_too):
                 read = kinds is None or kind_of(name) in kinds
-                whole[name] = path.read_bytes() if read else b""
+                whole[name] = b""
+                if read:
+                    whole[name] = content if isinstance(content, bytes) else content.read_bytes()
         except (FileNotFoundError, IsADirectoryError) as error:
             raise BadConversation(f"{error.filename}: no such file") from error
         except OSError as error:
@@ -112,22 +103,29 @@ class FileSet(DataSet):
         return whole
 
     def _loaded(self, sample: dict[str, Any]) -> CrudeSample:
-        return CrudeSample(decode_text(sample))
+        return CrudeSample(sample | {"json": sample[RECORD]})
 
-    def _media(self, record: Any) -> Iterator[tuple[str, Path]]:
-        """Yield a name as in a shard, and the path, of each file of a record's media."""
+    def _media(self, record: Any, bytes_too: bool) -> Iterator[tuple[str, Path | bytes]]:
+        """Yield each file of a record's media: a name as in a shard, and its path or content.
+
+        Args:
+            bytes_too: whether media in the record have their bytes; these are empty otherwise.
+        """
         for number, (kind, given) in enumerate(_named_media(record)):
-            if not isinstance(given, str):
-                raise BadConversation(f"its {kind} is {json.dumps(given)[:40]}, no path of a file")
-            path = self.path / given
-            if kind == "video" and path.is_dir():
-                frames = sorted(path.iterdir(), key=lambda frame: numerically(frame.name))
+            path, content = _path_and_bytes(kind, given, bytes_too)
+            file = self.path / str(path)
+            name = f"{kind}{number}{file.suffix}"
+            if content is not None:
+                known = kind_of(name) is ITEMS[kind]
+                yield (name if known else f"{kind}{number}.{UNNAMED[kind]}"), content
+            elif kind == "video" and file.is_dir():
+                frames = sorted(file.iterdir(), key=lambda frame: numerically(frame.name))
                 for place, frame in enumerate(frames):
                     yield f"video{number}.{place}{frame.suffix}", frame
-            elif kind_of(f"{kind}{number}{path.suffix}") is ITEMS[kind]:
-                yield f"{kind}{number}{path.suffix}", path
+            elif kind_of(name) is ITEMS[kind]:
+                yield name, file
             else:
-                raise BadConversation(f"its {kind} {given} has the name of no {kind} file")
+                raise BadConversation(f"its {kind} {path} has the name of no {kind} file")
 
 
 def file_of(path: Path, split: str | None) -> tuple[Path, str, bool | None]:
@@ -156,28 +154,6 @@ def are_files(path: Path) -> bool:
     return path.suffix in SUFFIXES or any((path / f"train{each}").is_file() for each in SUFFIXES)
 
 
-def _spans(file: Path, data: bytes) -> Iterable[tuple[int, int]]:
-    """Yield start and end of each record, in bytes."""
-    if file.suffix == ".jsonl":
-        yield from (line.span() for line in LINE.finditer(data))
-        return
-    text = data.decode("latin-1")  # a character is a byte, and JSON's own signs are in ASCII
-    decoder = json.JSONDecoder()
-    place, sign = SPACE.match(text).end(), "["
-    try:
-        while text[place : place + 1] == sign:
-            place = SPACE.match(text, place + 1).end()
-            if sign == "[" and text[place : place + 1] == "]":
-                break
-            _, end = decoder.raw_decode(text, place)
-            yield place, end
-            place, sign = SPACE.match(text, end).end(), ","
-        if text[place : place + 1] != "]" or text[place + 1 :].strip():
-            raise json.JSONDecodeError("no list of records", text, place)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}:{error.lineno}: {error.msg}") from error
-
-
 def _named_media(record: Any) -> Iterator[tuple[str, Any]]:
     """Yield kind and path of each medium that a record names."""
     if not isinstance(record, dict):
@@ -195,3 +171,22 @@ def _named_media(record: Any) -> Iterator[tuple[str, Any]]:
             for key in SOURCES[1:] if kind in tuple(ITEMS) else ():
                 if item.get(key) is not None:
                     yield kind, item[key]
+
+
+def _path_and_bytes(kind: str, given: Any, bytes_too: bool) -> tuple[Any, bytes | None]:
+    """Return the path and the content of a medium: a path, a data URI, or Hugging Face's struct."""
+    path, content = given, None
+    if isinstance(given, dict):
+        path, content = given.get("path"), given.get("bytes") if bytes_too else b""
+    elif isinstance(given, bytes):
+        path, content = None, given
+    elif isinstance(given, str) and given.startswith("data:"):
+        path, content = None, given.partition(",")[2]
+    if isinstance(content, str):
+        try:
+            content = base64.b64decode(content, validate=True)
+        except ValueError as error:
+            raise BadConversation(f"its {kind} is no base64: {error}") from error
+    if not isinstance(content, bytes) and (content is not None or not isinstance(path, str)):
+        raise BadConversation(f"its {kind} is {json.dumps(given)[:40]}, no path of a file")
+    return path, content

@@ -86,8 +86,8 @@ class OwnOptions(ReadingOptions):
     """weight decay of the projector, in the same form; default: --weight-decay"""
     data: str = "digits"
     """data set: digits (strips of one to three scanned digits), digits:N (of N digits), mock
-    (noise), energon:PATH (shards, or a folder with train.jsonl), FILE.json or FILE.jsonl,
-    module.Class:KEY=VALUE,… (a class of yours)"""
+    (noise), energon:PATH (shards, or a folder with train.jsonl), FILE.json, FILE.jsonl or
+    FILE.parquet (records), module.Class:KEY=VALUE,… (a class of yours)"""
     balance: bool = True
     """take rows in the stream's order, instead of assigning them to ranks and microbatches by their
     cost"""

@@ -1,9 +1,11 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Records in JSON and JSONL files, with media in folders: the same samples as in shards."""
+"""Records in JSON, JSONL and Parquet, with media in folders or not: the samples of shards."""
 
+import base64
 import json
 import shlex
+import sys
 import tarfile
 from pathlib import Path
 
@@ -44,12 +46,50 @@ def unpacked(shards: Path, folder: Path) -> Path:
     return folder
 
 
-def test_samples_and_their_order_are_those_of_shards(omni_shards, tmp_path):
+def columns(file: Path) -> dict[str, list]:
+    """Return the records of a JSONL file as columns, with media as Hugging Face has them."""
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    for record in records:
+        for kind in record.keys() & {"image", "sound"}:
+            path = file.parent / record[kind]
+            record[kind] = {"bytes": path.read_bytes(), "path": path.name * (kind == "sound")}
+    return {key: [record.get(key) for record in records] for key in set().union(*records)}
+
+
+def in_parquet(folder: Path) -> Path:
+    """Put the records and all media but clips into train.parquet and val.parquet."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for file in folder.glob("*.jsonl"):
+        table = arrow.table(columns(file))
+        parquet.write_table(table, file.with_suffix(".parquet"), row_group_size=7)
+        file.unlink()
+    return folder
+
+
+def in_base64(folder: Path) -> Path:
+    """Put all media but clips into the JSONL files: images as data URIs, sounds as objects."""
+    for file in folder.glob("*.jsonl"):
+        table = columns(file)
+        for each in filter(None, (*table["image"], *table["sound"])):
+            each["bytes"] = base64.b64encode(each["bytes"]).decode()
+        table["image"] = [
+            each and f"data:image/png;base64,{each['bytes']}" for each in table["image"]
+        ]
+        rows = (dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True))
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return folder
+
+
+FORMS = {"jsonl": Path, "parquet": in_parquet, "base64": in_base64}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_samples_and_their_order_are_those_of_shards(omni_shards, tmp_path, form):
     """Training surveys the files by itself."""
     tokenizer = omni_shards / "tokenizer"
     of_files, of_shards = (
         source(path, tokenizer, encoder=omni(tokenizer), seq_length=64)
-        for path in (unpacked(omni_shards, tmp_path), omni_shards)
+        for path in (FORMS[form](unpacked(omni_shards, tmp_path)), omni_shards)
     )
     for split, count in (("train", 84), ("test", 12)):
         for number in range(count):
@@ -61,7 +101,8 @@ def test_samples_and_their_order_are_those_of_shards(omni_shards, tmp_path):
                 assert len(own) == len(wanted)
                 for one, other in zip(own, wanted, strict=True):
                     assert np.array_equal(np.asarray(one), np.asarray(other))
-    assert names(of_files, "train", range(1))[0].startswith(f"{tmp_path.name}/train.jsonl:")
+    (first,) = names(of_files, "train", range(1))
+    assert first.startswith(f"{tmp_path.name}/train.{'parquet' if form == 'parquet' else 'jsonl'}:")
 
 
 @pytest.fixture
@@ -108,6 +149,8 @@ def test_a_large_file_is_surveyed_before(photos, monkeypatch, capsys):
         ({"image": "photos/b.png"}, "photos/b.png: no such file"),
         ({"image": "photos"}, "has the name of no image file"),
         ({"image": 7}, "its image is 7, no path of a file"),
+        ({"image": "data:image/png;base64,a"}, "its image is no base64"),
+        ({"image": {"bytes": 7}}, "no path of a file"),
         ({"images": ["photos/a.png", None], "x": 1}, "x"),
         ('["photos/a.png"]', "its json is no object"),
         ('{"image": "photos/a.png"', "its json is damaged"),
@@ -132,6 +175,39 @@ def test_a_file_that_is_no_list_is_refused(tmp_path, text, line):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(ValueError, match=rf"a\.json:{line}: "):
         files.FileSet((tmp_path / "a.json", "train"))
+
+
+def test_rows_of_parquet_are_read_as_lines_are(photos):
+    """Each row group is a list of records; one is damaged, one names no image, one has no image."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    picture = {"bytes": image(16, 16), "path": None}
+    rows = [[picture]] * 60 + [[{"bytes": None, "path": "photos/b.png"}], []]
+    asked = [{"from": "human", "value": "look"}, TURNS[1]]
+    table = arrow.table({"images": rows, "conversations": [TURNS] * 61 + [asked]})
+    path = photos.parent / "rows.parquet"
+    parquet.write_table(table, path, row_group_size=20, compression="none")
+    data = bytearray(path.read_bytes())
+    place = parquet.read_metadata(path).row_group(1).column(0).data_page_offset
+    data[place : place + 4] = b"\xff" * 4
+    path.write_bytes(data)
+    opened = source(path, photos.parent / "tokenizer")
+    assert opened.left_out("train") == {"unreadable shard": 20, "bad text": 1}
+    assert opened.costs("train", 0, 40)[:, 1].tolist().count(0) == 1
+    with pytest.raises(ValueError, match=r"rows\.parquet:22: "):
+        source(path, photos.parent / "tokenizer", bad_samples="refuse")
+    path.write_bytes(data[:-9])
+    with pytest.raises(UserError, match=r"^--data .*rows\.parquet: .*footer"):
+        run = options_of(*command(path))
+        make_source(run.args, run.preset)
+
+
+def test_parquet_without_its_package_names_the_cure(photos, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    path = photos.with_suffix(".parquet")
+    path.touch()
+    run = options_of(*command(path))
+    with pytest.raises(UserError, match=r"Parquet needs pyarrow: pip install '\.\[parquet\]'$"):
+        make_source(run.args, run.preset)
 
 
 def test_a_changed_file_is_surveyed_again_and_a_changed_photo_is_named(photos):
