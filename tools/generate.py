@@ -106,7 +106,7 @@ def _questions(options: Namespace, files: list) -> Iterator[tuple]:
             if line.strip():
                 yield f"{file.name}:{number}", question_of(line.strip(), files)
         return
-    records = FileSet((file, None))
+    records = FileSet(file, None)
     for index in records.subset:
         try:
             raw = records.raw(index)

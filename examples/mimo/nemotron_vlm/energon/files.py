@@ -22,6 +22,16 @@ from examples.mimo.nemotron_vlm.energon.record_files import open_file
 from examples.mimo.nemotron_vlm.energon.records import ITEMS, SOURCES, kind_of, numerically
 from examples.mimo.nemotron_vlm.energon.store import PARTS, DataSet, EmptySplit
 from megatron.energon import CrudeSample
+from megatron.energon.dataset_config import load_config
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors.webdataset.structs import DatasetSubset
+from megatron.energon.metadataset.loader_interface import (
+    DatasetLoaderInterface,
+    LoadedDataset,
+    LoadedDatasetList,
+)
+from megatron.energon.metadataset.metadataset import Metadataset
+from megatron.energon.metadataset.metadataset_v2 import DatasetReference, MetadatasetV2
 
 HELD_OUT = 50
 """One record in this many is held out of a file that has no file of held-out records beside it."""
@@ -50,7 +60,7 @@ class FileSet(DataSet):
     """The records of one split of a file; see `DataSet` for what it has.
 
     Args:
-        place: the path that ``--data`` names, and the split; also for processes that are spawned.
+        path, split: as `file_of` takes them.
 
     Raises:
         EmptySplit: no record is in the split.
@@ -61,9 +71,9 @@ class FileSet(DataSet):
     configuration = ""
     """Hash of the file's records, and which of them are in the split."""
 
-    def __init__(self, place: tuple[Path, str | None]) -> None:
-        self._place, self._given_up = place, set()
-        self._file, self.part, held_out = file_of(*place)
+    def __init__(self, path: Path, split: str | None) -> None:
+        self._place, self._given_up = (str(path), split, 0), set()
+        self._file, self.part, held_out = file_of(path, split)
         self.path = self._file.parent
         self._records = open_file(self._file)
         numbers = np.arange(len(self._records.places))
@@ -79,8 +89,13 @@ class FileSet(DataSet):
         self.shards = [Chunk(self._file.name, count) for count in counts]
         self.subset = range(size)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FileSet, (self._place,)
+    @staticmethod
+    def of_blend(loaded: LoadedDataset, place: tuple[str, str, int]) -> "FileSet":
+        """Return the file set that `FileReference` made; the arguments are those of `DataSet`."""
+        records = loaded.dataset
+        records.weight = loaded.weight if loaded.repetitions is None else loaded.repetitions
+        records._place = place
+        return records
 
     def name(self, index: int) -> str:
         """Return ``file:line`` of a record, in Parquet ``file:row``."""
@@ -126,6 +141,46 @@ class FileSet(DataSet):
                 yield name, file
             else:
                 raise BadConversation(f"its {kind} {path} has the name of no {kind} file")
+
+
+class FileReference:
+    """A file of records in a blend, in the place of energon's reference to a data set."""
+
+    def __init__(self, reference: DatasetReference, path: Path) -> None:
+        self._reference, self._path = reference, path
+        self.weight = getattr(reference, "weight", None)
+        self.repetitions = getattr(reference, "repetitions", None)
+
+    def post_initialize(self, mds_path: EPath | None = None) -> None:
+        """Do nothing: a file needs no index."""
+
+    def get_datasets(
+        self, *, split_part: str, subset: DatasetSubset | None = None, **_: Any
+    ) -> LoadedDatasetList:
+        """Return the records of a part, without a weight; energon gives it."""
+        part = self._reference.split_part or split_part
+        records = FileSet(self._path, "train" if part == "train" else "test")
+        if taken := self._reference._get_subset(subset):
+            records.subset = range(*taken.compute_subset(len(records.subset)))
+        return LoadedDatasetList(datasets=[LoadedDataset(dataset=records)])
+
+
+def load_blend(path: Path) -> DatasetLoaderInterface:
+    """Load the description of a blend, in which `FileReference` stands for files of records."""
+
+    def replaced(reference: Any) -> Any:
+        file = path.parent / str(getattr(reference, "path", ""))
+        return FileReference(reference, file) if are_files(file) else reference
+
+    file = EPath(path)
+    blend = load_config(file, default_type=Metadataset, default_kwargs={"path": file})
+    for name, entry in blend.splits.items() if isinstance(blend, MetadatasetV2) else ():
+        for key in ("blend", "blend_epochized"):
+            if references := getattr(entry, key, None):
+                references[:] = map(replaced, references)
+        blend.splits[name] = replaced(entry)
+    blend.post_initialize()
+    return blend
 
 
 def file_of(path: Path, split: str | None) -> tuple[Path, str, bool | None]:

@@ -219,7 +219,7 @@ class EnergonSource(SampleSource):
     def _survey(self, dataset: DataSet) -> Survey | None:
         """Load a survey; make it for a small file of records, on the first rank that comes."""
         survey = load_survey(dataset, self._encoder, self._surveys)
-        if survey or not isinstance(dataset, FileSet) or len(dataset.subset) > SMALL:
+        if survey or not isinstance(dataset, FileSet) or dataset.ends[-1] > SMALL:
             return survey
         folder = self._surveys or dataset.path / MAIN_FOLDER_NAME
         folder.mkdir(parents=True, exist_ok=True)

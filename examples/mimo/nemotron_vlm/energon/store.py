@@ -263,10 +263,10 @@ def open_split(path: str | Path, split: str) -> Split:
     path = Path(path).absolute()
     if not path.exists():
         raise ValueError(f"{path}: no such data set")
-    from examples.mimo.nemotron_vlm.energon.files import FileSet, are_files  # imports this module
+    from examples.mimo.nemotron_vlm.energon import files  # imports this module
 
-    if are_files(path):
-        records = FileSet((path, split))
+    if files.are_files(path):
+        records = files.FileSet(path, split)
         return Split("single", [records], records.part)
     if path.is_dir() and not check_dataset_info_present(EPath(path)):
         if not any(path.rglob("*.tar")):
@@ -274,7 +274,7 @@ def open_split(path: str | Path, split: str) -> Split:
         raise ValueError(f"{path}: not prepared; run: energon prepare {shlex.quote(str(path))}")
     single = WorkerConfig(rank=0, world_size=1, num_workers=0)
     try:
-        loader = load_dataset(path)
+        loader = files.load_blend(path) if path.suffix == ".yaml" else load_dataset(path)
         for part in PARTS[split]:
             try:
                 loaded = loader.get_datasets(
@@ -285,8 +285,11 @@ def open_split(path: str | Path, split: str) -> Split:
                 continue
             if any(entry.aux for entry in loaded.datasets):
                 raise ValueError("auxiliary data sets are not read")
-            places = enumerate(loaded.datasets)
-            datasets = [DataSet(entry, (str(path), split, number)) for number, entry in places]
+            datasets = []
+            for number, entry in enumerate(loaded.datasets):
+                is_file = isinstance(entry.dataset, files.FileSet)
+                make = files.FileSet.of_blend if is_file else DataSet
+                datasets.append(make(entry, (str(path), split, number)))
             return Split(MODES[loaded.blend_mode], datasets, part)
     except Exception as error:  # energon asserts what the user got wrong
         line, kind = one_line(error), OSError if _may_pass(error) else ValueError
