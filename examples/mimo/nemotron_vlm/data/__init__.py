@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from examples.mimo.common.errors import UserError
@@ -80,8 +81,9 @@ def make_source(args: Namespace, preset: VLMPreset) -> SampleSource:
     except OSError as error:
         raise UserError(f"--data: {error}", args.rank) from error
     except ValueError as error:
-        if path is not None:  # the error names it
-            raise UserError(f"--data {ENERGON} {error}") from error
+        if path is not None:
+            reason = str(error).removeprefix(f"{Path(path).absolute()}: ")
+            raise UserError(f"--data {name}: {reason}") from error
         advice = "; change --seq-length or --model" if kind else ""
         raise UserError(f"--data {name}: {error}{advice}") from error
     if source.vocab_size > args.vocab_size:
@@ -112,7 +114,9 @@ def _imported(data: str) -> type[SampleSource]:
         if not issubclass(kind, SampleSource):
             raise ValueError(f"{kind.__name__} is no subclass of SampleSource")
     except (ImportError, AttributeError, ValueError) as error:
-        known = f"{', '.join(SOURCES)}, {DIGITS}N, {ENERGON}PATH, FILE.json, FILE.jsonl"
+        known = ", ".join(
+            [*SOURCES, f"{DIGITS}N", f"{ENERGON}PATH", *map("FILE{}".format, SUFFIXES)]
+        )
         raise UserError(
             f"--data {data}: no such data; choose from {known}, or module.Class[:KEY=VALUE,…] with "
             f"the module's folder in PYTHONPATH ({error})"
