@@ -18,6 +18,7 @@ from PIL import Image
 
 from examples.mimo.nemotron_vlm.energon.__main__ import main
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
+from megatron.energon.cli.main import main as energon
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     image,
     make_omni,
@@ -60,11 +61,14 @@ def folder(tmp_path, digits) -> Path:
 
 
 def run(command: str) -> str:
-    """Run a command, a survey in this process; return what it prints."""
-    program, *arguments = shlex.split(command.replace("\\\n", " "))
-    if program == "tools/data/survey.py":
+    """Run a command, energon's and a survey in this process; return what it prints."""
+    program, *arguments = shlex.split(command.replace("\\\n", " ").replace(" --workers 2", ""))
+    if program in ("energon", "tools/data/survey.py"):
         with contextlib.redirect_stdout(io.StringIO()) as said:
-            assert main(arguments) == 0
+            if program == "energon":
+                energon(arguments, standalone_mode=False)
+            else:
+                assert main(arguments) == 0
         return said.getvalue()
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(

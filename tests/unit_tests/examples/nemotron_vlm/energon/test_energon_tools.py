@@ -4,6 +4,7 @@
 
 import importlib
 import io
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from PIL import Image
 
 import examples.mimo.nemotron_vlm.energon as package
 from examples.mimo.nemotron_vlm.data import make_source
+from examples.mimo.nemotron_vlm.energon.__main__ import main
 from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn
 from examples.mimo.nemotron_vlm.model.names import IMAGES
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
@@ -63,8 +65,10 @@ def test_no_line_of_several_words_is_both_trained_on_and_held_out(tmp_path):
 
 def test_the_benchs_mixture_opens(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(Path(make_webdataset.__file__).parents[1] / "bench")
-    model = ["--model", "tiny-omni"]
-    made = importlib.import_module("mixture").make(tmp_path / "mixture", 32, model)
+    model, mixture = ["--model", "tiny-omni"], importlib.import_module("mixture")
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # no process of its own
+    monkeypatch.setattr(mixture.subprocess, "run", lambda line, check: main(line[2:]))
+    made = mixture.make(tmp_path / "mixture", 32, model)
     sizes = ("--dynamic-resolution", "--seq-length", "99968", "--vocab-size", "1024")
     run = options_of(*model, *made, *sizes)
     opened = make_source(run.args, run.preset)
