@@ -1,13 +1,13 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Run every test, in four lanes at once: 1 and then 8 ranks, 4 ranks, tools and then 2 ranks, whole
-runs.
+"""Run every test, in four lanes at once: 1 rank, 4 ranks, tools and then 2 ranks, whole runs and
+then 8 ranks.
 
     tests/run.py [pytest arguments]      e.g. tests/run.py --once, tests/run.py -k layout
 
-Each lane often waits for something, and together they keep two cores busy; all take about equally
-long. Ranks see the checkout in build/ (with NEXT set, build/next) and this repository's tests/; the
-temporary directory shared by the worlds holds the one-rank runs that they are compared with.
+Each lane often waits for something, and together they keep two cores busy. Ranks see the checkout
+in build/ (with NEXT set, build/next) and this repository's tests/; the temporary directory shared
+by the worlds holds the one-rank runs that they are compared with.
 """
 
 import os
@@ -24,16 +24,16 @@ QUIET = ("-q", "-W", "ignore", "--tb=no")  # failures are printed as they come
 QUIET += ("-p", "no:unraisableexception")  # it collects garbage for seconds, for warnings alone
 BEGUN, ALL_BEGUN = "TESTS_BEGUN", "all"  # as tests/conftest.py has them
 LANES = (
-    {
-        "one rank": ("pytest", *QUIET, "tests/unit_tests"),
-        "8 ranks": ("tests.ranks", "8", *QUIET, "tests/unit_tests"),
-    },
+    {"one rank": ("pytest", *QUIET, "tests/unit_tests")},
     {"4 ranks": ("tests.ranks", "4", *QUIET, "tests/unit_tests")},
     {
         "tools": ("pytest", *QUIET, "tests/tools"),
         "2 ranks": ("tests.ranks", "2", *QUIET, "tests/unit_tests"),
     },
-    {"whole runs": ("pytest", *QUIET, "tests/e2e")},
+    {
+        "whole runs": ("pytest", *QUIET, "tests/e2e"),
+        "8 ranks": ("tests.ranks", "8", *QUIET, "tests/unit_tests"),
+    },
 )
 """The lanes; stages of a lane run one after the other."""
 SHOWN = "one rank"
