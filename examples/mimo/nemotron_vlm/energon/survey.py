@@ -16,6 +16,7 @@ on the sequence length. Each data set has, beside energon's own metadata or in a
 
 import hashlib
 import json
+import multiprocessing
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -181,17 +182,18 @@ def make_survey(
     Args:
         folder: as for `load_survey`.
         workers: most processes, which take a shard at a time; 0 for this one alone. No more are
-            started than there are shards, as each imports much.
+            started than there are shards.
     """
     from megatron.core.dist_checkpointing.managed_queue import END_WITH_RANK  # slow for workers
 
+    multiprocessing.set_forkserver_preload([__name__])
     loader = DataLoader(
         _Shards(dataset, encoder),
         batch_size=None,
         collate_fn=tuple,
         num_workers=min(workers, len(dataset.shards)),
-        # A fork of this process would share the tokenizer's locks.
-        multiprocessing_context="spawn" if workers else None,
+        # A fork of this process would share the tokenizer's locks; one of a server shares imports.
+        multiprocessing_context="forkserver" if workers else None,
         worker_init_fn=partial(_run, END_WITH_RANK),
     )
     shards = list(tqdm(loader, str(dataset.path), unit="shard", disable=None))
