@@ -64,9 +64,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Exempt imported objects from garbage collection: a test's models are freed quickly then."""
+    """Exempt imported objects from garbage collection: a test's models are freed quickly then.
+
+    What a step makes is counted in ten thousands; looking for cycles every 700 takes a twentieth.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_unconfigure() -> None:

@@ -5,6 +5,7 @@
 A sample is a strip of digits, one image tile each, with the digits as the answer to read.
 """
 
+import functools
 import io
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,8 +30,9 @@ MOST_DIGITS = 3
 """Digits of a sample at most; fewer if the sequence length does not hold as many."""
 
 
+@functools.cache
 def load_scans() -> tuple[np.ndarray, np.ndarray]:
-    """Read scikit-learn's file of scans; importing its package would take each rank seconds.
+    """Read scikit-learn's file of scans, once; importing its package would take seconds.
 
     Returns:
         Pixels from 0 to 16, float64 [scans, 8, 8], and the digits that they show, int64 [scans].
