@@ -41,6 +41,9 @@ SHORT_RUN = (*DEVICE, "--train-iters", str(STEPS), "--lr", "1e-4", "--adam-eps",
 """Options of ten steps. The epsilon is as large as the gradients: with a small one Adam makes full
 steps of rounding, until a token takes the other of two equal experts, which is a jump."""
 
+FOUR_LAYERS = ("--hybrid-layer-pattern", "ME*E")
+"""Each kind of layer; both halves have experts, and each of four stages has a layer."""
+
 OWN_DEFAULTS = ("--lr", str(TRAINING["lr"]), "--adam-eps", str(TRAINING["adam_eps"]))
 """The program's own defaults."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from examples.mimo.common.layout import parse_layout
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import Row
-from tests.unit_tests.examples.nemotron_vlm.runs import groups, trainer
+from tests.unit_tests.examples.nemotron_vlm.runs import FOUR_LAYERS, groups, trainer
 from tests.unit_tests.models.mimo.weights import (
     Weights,
     assert_shards_equal,
@@ -37,6 +37,7 @@ def arguments(encoder: str, language: str, *options: str, microbatches: int = 2)
     micro_size = SAMPLES // microbatches // parse_layout(language, "language").dp
     return (
         *("--encoder", encoder, "--language", language, *PROPORTIONAL_STEP, "--seq-length", "16"),
+        *FOUR_LAYERS,
         *("--global-batch-size", str(SAMPLES), "--micro-batch-size", str(micro_size), *options),
     )
 

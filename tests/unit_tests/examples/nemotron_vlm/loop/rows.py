@@ -11,7 +11,7 @@ each group.
 from dataclasses import dataclass
 
 from examples.mimo.common.layout import parse_layout
-from tests.unit_tests.examples.nemotron_vlm.loop.models import FULL, MODELS
+from tests.unit_tests.examples.nemotron_vlm.loop.models import FULL, GDN, MODELS
 from tests.unit_tests.examples.nemotron_vlm.runs import OWN_DEFAULTS
 
 
@@ -191,7 +191,7 @@ ON_CPUS = {
                 + ("--recompute-encoder", "1"),
                 "dp=4,ep=2",
             ),
-            (("--hybrid-layer-pattern", "MEM|*MEM*"), "pp=2,dp=2,ep=2"),
+            (("--hybrid-layer-pattern", "M|E*E"), "pp=2,dp=2,ep=2"),
         )
     ],
     "options of every layout": [
@@ -291,7 +291,7 @@ WEIGHTS = {
             ),
             ("tp=2,cp=2,dp=1,ep=2,etp=2", FULL, ("--moe-shared-expert-gate",)),
             ("tp=4,dp=1,ep=2,etp=1", ALLGATHER, ("--moe-aux-loss-coeff", "0.01")),
-            ("tp=2,dp=2", (), ("--model", "tiny-gdn")),
+            ("tp=2,dp=2", (), GDN),
             (
                 *("tp=2,cp=2,dp=1", ZIGZAG),
                 ("--normalization", "LayerNorm", "--position-embedding-type", "rope"),

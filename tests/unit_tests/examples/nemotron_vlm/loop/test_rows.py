@@ -21,7 +21,7 @@ from tests.unit_tests.test_utilities import HAVE_CUDA, requires_world_size
 BIT_FOR_BIT = {
     "bit for bit": [
         Row(4, "bit for bit", "dp=4", "dp=4", microbatches=1),
-        Row(4, "bit for bit, four layers", "dp=4", "pp=4,dp=1"),
+        Row(4, "bit for bit", "dp=4", "pp=4,dp=1"),
         Row(4, "bit for bit", "pp=2,dp=1", "pp=2,dp=1", APART),
         Row(2, "bit for bit", "dp=2", "pp=2,dp=1,vpp=2"),
     ]
