@@ -44,6 +44,9 @@ steps of rounding, until a token takes the other of two equal experts, which is 
 FOUR_LAYERS = ("--hybrid-layer-pattern", "ME*E")
 """Each kind of layer; both halves have experts, and each of four stages has a layer."""
 
+SMALL = (*FOUR_LAYERS, "--global-batch-size", "8", "--micro-batch-size", "2")
+"""Short steps, for what depends on no number of layers and samples."""
+
 OWN_DEFAULTS = ("--lr", str(TRAINING["lr"]), "--adam-eps", str(TRAINING["adam_eps"]))
 """The program's own defaults."""
 

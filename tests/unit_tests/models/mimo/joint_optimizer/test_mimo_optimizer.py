@@ -11,7 +11,7 @@ from megatron.core.models.mimo.joint_optimizer.state import leaves
 from megatron.core.models.mimo.schedule import grad_finalization
 from megatron.core.utils import unwrap_model
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import APART, FLAT
-from tests.unit_tests.examples.nemotron_vlm.runs import Trainer, trainer
+from tests.unit_tests.examples.nemotron_vlm.runs import SMALL, Trainer, trainer
 from tests.unit_tests.models.mimo.weights import assert_shards_equal, gather_weights
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import requires_world_size
@@ -26,7 +26,7 @@ pytestmark = requires_world_size(4)
 
 def run_of(layout: tuple[str, str, tuple[str, ...]], *options: str):
     encoder, language, more = layout
-    return trainer("--encoder", encoder, "--language", language, *more, *options)
+    return trainer(*SMALL, "--encoder", encoder, "--language", language, *more, *options)
 
 
 def on_all_ranks(value) -> list:

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from megatron.core.models.mimo.joint_optimizer.leaf import LeafOptimizer
-from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+from tests.unit_tests.examples.nemotron_vlm.runs import SMALL, trainer
 from tests.unit_tests.test_utilities import requires_world_size
 
 FP16 = """--fp16 --accumulate-allreduce-grads-in-fp32 --initial-loss-scale 4096
     --hysteresis 1""".split()
-LAYOUT = ("--encoder", "dp=4", "--language", "tp=2,dp=2,ep=2,etp=1")
+LAYOUT = (*SMALL, "--encoder", "dp=4", "--language", "tp=2,dp=2,ep=2,etp=1")
 
 
 def weights_after_steps(*options: str) -> tuple[list[torch.Tensor], list[float | None], bool]:
