@@ -18,7 +18,7 @@ import webdataset
 import yaml
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401 (ranks share it)
 
 from examples.mimo.nemotron_vlm.energon.conversation import Chat
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
