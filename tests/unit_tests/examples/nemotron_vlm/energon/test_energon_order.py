@@ -34,7 +34,7 @@ def test_epochs_and_seeds_have_orders_of_their_own_which_do_not_change():
     ]  # fmt: skip
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 @given(st.lists(st.floats(0.001, 1), min_size=1, max_size=7))
 def test_any_beginning_of_a_blend_has_each_share_within_one_sample(weights):
     shares, dataset, rank = blend(weights)

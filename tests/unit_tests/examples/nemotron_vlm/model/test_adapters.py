@@ -20,10 +20,19 @@ from megatron.core.dist_checkpointing.safe_loading import SafeReader
 from megatron.core.transformer.lora import Adapter, has_adapter, is_adapter, merged
 from tests.unit_tests.examples.nemotron_vlm.loop.models import FULL
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import ALLGATHER
-from tests.unit_tests.examples.nemotron_vlm.runs import Trainer, trainer
+from tests.unit_tests.examples.nemotron_vlm.runs import SMALL, Trainer, trainer
 from tests.unit_tests.test_utilities import requires_world_size
 
-CALM = ("--moe-aux-loss-coeff", "0", "--clip-grad", "0", "--train-iters", "1", *("--seed", "7"))
+CALM = (
+    *SMALL,
+    "--moe-aux-loss-coeff",
+    "0",
+    "--clip-grad",
+    "0",
+    "--train-iters",
+    "1",
+    *("--seed", "7"),
+)
 WORDS = "all-linear,images:all-linear"
 LORA = ("--lora-dim", "4", "--lora-target-modules", WORDS)
 
@@ -146,7 +155,7 @@ def test_dropout_is_of_the_adapters_input_in_training_alone():
     ("encoder", "language"), [("tp=2", "tp=2,dp=2,ep=4,etp=1"), ("dp=4", "cp=2,dp=2,ep=2")]
 )
 def test_ranks_drop_alike_only_what_they_hold_alike(encoder, language):
-    layout = ("--encoder", encoder, "--language", language, "--lora-dropout", "0.5")
+    layout = (*SMALL, "--encoder", encoder, "--language", language, "--lora-dropout", "0.5")
     with trainer(*LORA, *layout) as run:
         for name, adapter in adapted_names(run).items():
             rows = adapter.dropped(torch.ones(16, adapter.linear_in.in_features))
@@ -229,7 +238,7 @@ def test_frozen_experts_keep_no_rows_and_nothing_of_the_base_has_gradients_or_mo
 @requires_world_size(1)
 def test_a_checkpoint_has_what_is_trained_alone_and_goes_on_with_its_own_base(tmp_path: Path):
     base, adapters = str(tmp_path / "base"), str(tmp_path / "adapters")
-    words = ("--data", "mock", "--vocab-size", "65")
+    words = (*SMALL, "--data", "mock", "--vocab-size", "65")
     padded = (*words, "--make-vocab-size-divisible-by", "64")
     with trainer(*padded, "--seed", "3", "--train-iters", "2") as run:
         run.train_step()

@@ -22,7 +22,7 @@ from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet
 from megatron.core.transformer.moe.layout_free_router import LayoutFreeRouter
 from megatron.core.transformer.moe.router import TopKRouter
 from tests.unit_tests.examples.nemotron_vlm.loop.models import PACK
-from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL, trainer
+from tests.unit_tests.examples.nemotron_vlm.runs import FOUR_LAYERS, LOCAL, SMALL, trainer
 from tests.unit_tests.models.mimo.one_step import PROPORTIONAL_STEP, TOLERANCE
 from tests.unit_tests.models.mimo.weights import (
     Weights,
@@ -96,7 +96,7 @@ def test_packed_samples_train_as_samples_one_by_one():
     """
     alone = ("--global-batch-size", "24", "--micro-batch-size", "1", "--seq-length", "64")
     losses = (
-        *(*LOCAL, *PROPORTIONAL_STEP, "--moe-aux-loss-coeff", "0"),
+        *(*LOCAL, *FOUR_LAYERS, *PROPORTIONAL_STEP, "--moe-aux-loss-coeff", "0"),
         "--no-moe-router-enable-expert-bias",
     )
     with trainer(*alone, *losses) as run:
@@ -122,7 +122,7 @@ class TestFreezing:
     @requires_world_size(1)
     @pytest.mark.parametrize("parts", ["", "encoder", "encoder,projector", "language"])
     def test_all_but_frozen_parameters_and_buffers_move(self, parts):
-        with trainer("--freeze", parts, "--micro-batch-size", "32") as run:
+        with trainer("--freeze", parts, *SMALL) as run:
             (stage,) = run.stages
             trained = {
                 name.replace(".module.", ".", 1)  # DDP's, which state_dict leaves out
@@ -139,7 +139,7 @@ class TestFreezing:
 
 def moves(*options: str) -> dict[str, Weights]:
     """Return how far a step moves each matrix, by part."""
-    with trainer(*PROPORTIONAL_STEP, "--lr-decay-style", "constant", *options) as run:
+    with trainer(*SMALL, *PROPORTIONAL_STEP, "--lr-decay-style", "constant", *options) as run:
         before = gather_weights(run.stages)
         run.train_step()
         after = gather_weights(run.stages)
