@@ -39,7 +39,7 @@ from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import (
     one_rank_trajectory,
     trajectory,
 )
-from tests.unit_tests.examples.nemotron_vlm.runs import SHORT_RUN, trainer
+from tests.unit_tests.examples.nemotron_vlm.runs import FOUR_LAYERS, SHORT_RUN, trainer
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 ONE_MICROBATCH = ("--micro-batch-size", "32")
@@ -120,7 +120,7 @@ def test_encoders_without_an_input_run_at_a_steps_ends_alone(macro_batch, monkey
         return forward(encoder, frames, lengths)
 
     monkeypatch.setattr(SoundEncoder, "forward", counted)
-    options = ("--model", "tiny-omni", "--micro-batch-size", "2", "--disable-balance")
+    options = ("--model", "tiny-omni", *FOUR_LAYERS, "--micro-batch-size", "2", "--disable-balance")
     options += ("--encoder", "dp=2", "--language", "dp=2", "--overlap-grad-reduce")
     options += ("--encoder-macro-batch", str(macro_batch))
     few = trajectory(*options, steps=3, source=SoundAndImages())
@@ -135,7 +135,14 @@ def test_encoders_without_an_input_run_at_a_steps_ends_alone(macro_batch, monkey
     assert len(skipped) == len(runs) - len(set(blank) - ends) < len(runs)
 
 
-OMNI = ("--model", "tiny-omni", "--dynamic-resolution", "--global-batch-size", str(STEP))
+OMNI = (
+    "--model",
+    "tiny-omni",
+    *FOUR_LAYERS,
+    "--dynamic-resolution",
+    "--global-batch-size",
+    str(STEP),
+)
 
 
 @pytest.mark.parametrize(
