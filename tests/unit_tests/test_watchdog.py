@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What ends a lane of tests: standing still, and not the clock; and what is printed then."""
+"""A lane of tests ends when it stands still, not by the clock, and prints what failed."""
 
 import os
 import subprocess

@@ -128,7 +128,7 @@ def their_rows(model, images: Radio, made: torch.Tensor) -> torch.Tensor:
 
 
 def question_of(text: str, files: list[Medium]) -> Record:
-    """Return a question with its media, those of a kind in the order of the files."""
+    """Return a question with its media; media of one kind keep the order of the files."""
     rest = {kind: [f for f in files if f.kind == kind] for kind in conversation.PLACEHOLDERS}
     turns = [conversation.Turn("user", (text,)), conversation.Turn("assistant", "-")]
     placed, kinds = conversation.place_media(turns, {kind: len(rest[kind]) for kind in rest})

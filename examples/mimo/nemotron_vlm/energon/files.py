@@ -91,7 +91,7 @@ class FileSet(DataSet):
 
     @staticmethod
     def of_blend(loaded: LoadedDataset, place: tuple[str, str, int]) -> "FileSet":
-        """Return the file set that `FileReference` made; the arguments are those of `DataSet`."""
+        """Return the file set that `FileReference` made; `DataSet` has the same arguments."""
         records = loaded.dataset
         records.weight = loaded.weight if loaded.repetitions is None else loaded.repetitions
         records._place = place
@@ -144,7 +144,7 @@ class FileSet(DataSet):
 
 
 class FileReference:
-    """A file of records in a blend, in the place of energon's reference to a data set."""
+    """A file of records in a blend; it replaces energon's reference to a data set."""
 
     def __init__(self, reference: DatasetReference, path: Path) -> None:
         self._reference, self._path = reference, path

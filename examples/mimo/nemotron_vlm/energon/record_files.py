@@ -32,7 +32,7 @@ class JsonFile:
 
     Attributes:
         places: the line of each record, int64 [records], counted from 1; in Parquet its row.
-        digest: hash of the file; of a Parquet file, that of its metadata.
+        digest: hash of the file; for Parquet, of its metadata alone.
 
     Raises:
         ValueError: the file is no list of records; the message names file and line.

@@ -50,7 +50,7 @@ def unpacked(shards: Path, folder: Path) -> Path:
 
 
 def columns(file: Path) -> dict[str, list]:
-    """Return the records of a JSONL file as columns, with media as Hugging Face has them."""
+    """Return the records of a JSONL file as columns, with media in Hugging Face's form."""
     records = [json.loads(line) for line in file.read_text().splitlines()]
     for record in records:
         for kind in record.keys() & {"image", "sound"}:
