@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import mini
-import overlay.git
 from mini import MODULE, REPLACED, RUN, SCRIPT, A, B, numbered, snapshot, write_tree
 
 DIFFERS = "differs from the lock, as git diff shows: restore it or fetch anew"
@@ -113,7 +112,6 @@ def test_git_sees_no_private_folder_and_its_configuration_changes_nothing(world,
     home = write_tree(world.base / "home", files)
     attributes = {".gitattributes": "*.py -diff -merge\n"}
     world.as_tree(mini.CLONE | attributes, mini.make_repository)
-    overlay.git.apply.forget(), overlay.git.diff.forget()
     for name, value in {"HOME": home, "GIT_DIFF_OPTS": "-U0"}.items():
         monkeypatch.setenv(name, str(value))
     assert world.lock().out == ["patches and lock are up to date"]

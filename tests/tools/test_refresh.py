@@ -24,16 +24,16 @@ def test_patches_become_canonical_and_then_stay_the_same_bytes(world):
 
 
 @pytest.mark.parametrize(
-    "path, old, new, into, owner",
+    "path, old, new, owner",
     [
-        (B, "B_three", "B_33", None, "0001-first"),  # the only patch of its file
-        (A, "A_three", "A_33", None, "0002-second"),  # the last one
-        (A, "A_ten_and_a_half\n", "", "0002", "0002-second"),  # of which nothing is left
-        (INFO, "'\n", "'\nhook()\n", "0003", "0003-new"),
-        (SCRIPT, "s_9", "s_nine", None, "0009-script"),
+        (B, "B_three", "B_33", "0001-first"),  # the only patch of its file
+        (A, "A_three", "A_33", "0002-second"),  # the last one
+        (A, "A_ten_and_a_half\n", "", "0002-second"),  # of which nothing is left
+        (INFO, "'\n", "'\nhook()\n", "0003-new"),  # which has a header only
+        (SCRIPT, "s_9", "s_nine", "0009-script"),
     ],
 )
-def test_an_edit_goes_into_its_patch_and_no_other(world, path, old, new, into, owner):
+def test_an_edit_goes_into_its_patch_and_no_other(world, path, old, new, owner):
     original = snapshot(world.checkout)
     world.apply()
     others = {"0001-first", "0002-second", "0009-script"} - {owner}
@@ -42,7 +42,7 @@ def test_an_edit_goes_into_its_patch_and_no_other(world, path, old, new, into, o
         world.patch(owner, "")
     world.replace(path, old, new)
     (world.checkout / "megatron/core/mine.py").write_text("mine\n")  # no edit of upstream's
-    result = world.run("refresh", world.checkout, *(["--into", f"{into}:{path}"] if into else []))
+    result = world.run("refresh", world.checkout)
     assert result.code == 0, result.errors
     assert result.out[:2] == ["1 edited", path]
     assert new.strip("'\n") in world.patch_text(owner)
@@ -71,6 +71,6 @@ def test_a_pristine_clone_gives_the_lock_its_git_only_files(world):
     changed = mini.CLONE | {SCRIPT: "s_0\n" + numbered("s")}
     world.as_tree(changed)
     assert world.apply().code == 4
-    assert world.run("refresh", world.checkout).out[0] == "0 edited: nothing is applied"
+    assert world.run("refresh", world.checkout).out[0] == "0 edited"
     assert world.apply().code == 0
     assert world.text(SCRIPT) == "s_0\n" + numbered("s", {3: "S_three"})

@@ -42,8 +42,6 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("refresh", help="write patches and lock anew")
     one.add_argument("checkout", type=Path, nargs="?", metavar="CHECKOUT", help="take its edits")
     one.add_argument("--check", action="store_true", help="change nothing, fail if it would")
-    text = "the patch that takes the edits of PATH; repeatable"
-    one.add_argument("--into", metavar="NNNN:PATH", action="append", default=[], help=text)
     one = commands.add_parser("drift", help="what another Megatron-LM means for us")
     one.add_argument("checkout", type=Path, metavar="CHECKOUT")
     commands.add_parser("headers", help="check the headers and sizes of the patches")
@@ -61,7 +59,7 @@ def _run(options: argparse.Namespace) -> int:
     elif options.command == "headers":
         lines = [rules.check(PatchSet(root))]
     elif options.command == "refresh":
-        lines = Refresh(PatchSet(root), checkout).run(options.into, options.check)
+        lines = Refresh(PatchSet(root), checkout).run(options.check)
     elif options.command == "drift":
         try:
             from overlay.drift import drift

@@ -6,12 +6,10 @@ git runs in temporary folders, outside any repository, and without the user's co
 attributes.
 """
 
-import functools
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from overlay.errors import FAILED, OverlayError
@@ -50,22 +48,6 @@ def changed_lines(diff: bytes) -> int:
     return len(_CHANGED_LINE.findall(diff))
 
 
-def once(function: Callable) -> Callable:
-    """Let a function of names, patches and files run once for equal arguments: git is slow."""
-
-    @functools.cache
-    def run(*args):
-        return function(*(dict(one) if isinstance(one, tuple) else one for one in args))
-
-    @functools.wraps(function)
-    def known(*args):
-        return run(*(tuple(one.items()) if isinstance(one, dict) else one for one in args))
-
-    known.forget = run.cache_clear
-    return known
-
-
-@once
 def apply(name: str, patch: bytes, files: Files) -> Files:
     """Return ``files`` with a patch applied.
 
@@ -86,7 +68,6 @@ def apply(name: str, patch: bytes, files: Files) -> Files:
         return {path: (work / path).read_bytes() for path in files}
 
 
-@once
 def diff(old: Files, new: Files) -> bytes:
     """Return the canonical diff between two trees, so that equal trees give equal bytes.
 

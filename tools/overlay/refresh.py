@@ -7,11 +7,11 @@ What is not at hand stays as it is: patches and rows of the lock of git-only fil
 checkout that has them, and the table of the next version, unless its commit was fetched.
 """
 
-from collections.abc import Collection
 from dataclasses import replace
 
 from overlay import git, series
-from overlay.checkout import Checkout, sha256, state
+from overlay.apply import Application
+from overlay.checkout import Checkout, sha256
 from overlay.errors import FAILED, OverlayError, refuse
 from overlay.fetch import upstream
 from overlay.journal import Journal
@@ -25,21 +25,22 @@ class Refresh:
     def __init__(self, patchset: PatchSet, checkout: Checkout | None):
         self.patchset, self.lock, self.checkout = patchset, patchset.lock, checkout
         self.journal = Journal(checkout) if checkout else None
-        self.before = dict(patchset.texts)
-        self.edited: list[Patched] = []
 
-    def run(self, into: Collection[str], only_check: bool) -> list[str]:
+    def run(self, only_check: bool) -> list[str]:
         """Bring patches and lock to their canonical form; return the lines to print.
 
-        The checkout's edits go into the patches that ``into`` names, or that own the files.
+        The checkout's edits go into the last patch of their file, or else into the patch that has a
+        header only; the checkout then has the new patches applied.
 
         Raises:
             OverlayError: the patch set is inconsistent; or, with ``only_check``, not canonical.
         """
-        lines = self._take_edits(into) if self.checkout else []
+        before, edited = dict(self.patchset.texts), self._take_edits() if self.checkout else []
         self.lock.files = {version: self._table(version) for version in self.lock.versions}
-        lines += self._write(only_check)
-        self._adopt()
+        lines = [f"{len(edited)} edited", *edited] if self.checkout else []
+        lines += self._write(before, only_check)
+        if edited:
+            lines += Application(self.patchset, self.journal).apply(link=False, only_check=False)
         return lines
 
     def _build(self, version: str) -> tuple[list[Patched], git.Files, series.Original]:
@@ -62,29 +63,34 @@ class Refresh:
         own = {self.lock.pin: "", self.lock.next: NEXT}.get(version, "no patch")
         self.patchset.texts |= {p.name: p.text() for p in patched if p.name.startswith(own)}
 
-    def _take_edits(self, into: Collection[str]) -> list[str]:
-        """Put the edits of a checkout of the pin into patches."""
-        known, edits = self.journal.states, []
+    def _take_edits(self) -> list[str]:
+        """Put the edits of a checkout of the pin into patches; return the edited paths."""
+        known, edited = self.journal.states, []
         self.checkout.check_version([self.lock.pin])
         if not known:
-            return ["0 edited: nothing is applied"]
+            return []
         patched, tree, original = self._build(self.lock.pin)
         applied = series.last_tree(patched)
         for path, data in applied.items():
             if path not in known or known[path][-1] != sha256(data):
                 what = f"{self.checkout.root} has not the present patches applied (see {path})"
                 raise OverlayError(FAILED, what)
-        named = {path: number for number, _, path in (one.partition(":") for one in into)}
         paths = [path for path in tree if path.startswith("megatron/") and path.endswith(".py")]
-        for path in sorted({*paths, *applied, *named} - self.patchset.overlay.keys()):
+        for path in sorted({*paths, *applied} - self.patchset.overlay.keys()):
             before, now = applied.get(path, original(path)), self.checkout.read(path)
-            if None not in (before, now) and before != now:
-                owner = _owner(patched, path, named.get(path))
-                owner.files[path] = owner.files.get(path, [before])[0], now
-                edits.append(path)
-        self.edited = patched
+            if None in (before, now) or before == now:
+                continue
+            owners = [one for one in patched if path in one.files]
+            owners = owners or [one for one in patched if not one.diff]
+            if not owners:
+                what = "no patch changes it: write the header of a new one, patches/NNNN-topic.patch"
+                raise OverlayError(FAILED, f"{path}: {what}")
+            owners[-1].files[path] = owners[-1].files.get(path, [before])[0], now
+            known.setdefault(path, [sha256(before)])
+            self.journal.originals.setdefault(path, replace(self.checkout.look(path), data=before))
+            edited.append(path)
         self._keep(self.lock.pin, patched)
-        return [f"{len(edits)} edited", *edits]
+        return edited
 
     def _table(self, version: str) -> dict[str, list[str]]:
         """Return a version's table, and keep the patches that are made for it."""
@@ -106,41 +112,11 @@ class Refresh:
             table[path] = known[path]
         return dict(sorted(table.items()))
 
-    def _write(self, only_check: bool) -> list[str]:
+    def _write(self, before: git.Files, only_check: bool) -> list[str]:
         folder, lock = self.patchset.folder, "upstream.toml"
-        before = self.before | {lock: (folder / lock).read_bytes()}
+        before = before | {lock: (folder / lock).read_bytes()}
         after = self.patchset.texts | {lock: self.lock.text().encode()}
         stale = {name: text for name, text in after.items() if before.get(name) != text}
         refuse(FAILED, [f"patches/{name} is stale: run `make lock`" for name in stale] * only_check)
         git.write_files(folder, stale)
         return [f"wrote patches/{name}" for name in stale] or ["patches and lock are up to date"]
-
-    def _adopt(self) -> None:
-        """Record in the journal that the files of the edited checkout are those of the new lock."""
-        if not self.edited:
-            return
-        first = {p: sides[0] for one in reversed(self.edited) for p, sides in one.files.items()}
-        last, known, states = series.last_tree(self.edited), self.journal.originals, {}
-        originals = {path: one for path, one in known.items() if path in self.patchset.overlay}
-        for path in (path for path, data in first.items() if data != last[path]):
-            now = self.checkout.look(path)
-            originals[path] = known.get(path) or replace(now, data=first[path])
-            states[path] = [state(now)]
-        self.journal.write(originals, self.journal.states | states)
-
-
-def _owner(patched: list[Patched], path: str, number: str | None) -> Patched:
-    """Return the patch with a number; by default, the last that touches the file.
-
-    Raises:
-        OverlayError: there is none, or a later one touches the file.
-    """
-    touching = [one for one in patched if path in one.files]
-    owners = [one for one in patched if one.name.startswith(f"{number}-")] if number else touching
-    if not owners:
-        what = f"no patches/{number}-*.patch" if number else "no patch changes it"
-        raise OverlayError(FAILED, f"{path}: {what}: name one with --into NNNN:{path}")
-    if touching and owners[-1].name < touching[-1].name:
-        what = f"a later patch changes it, {touching[-1].name}: edit patches/{owners[-1].name}"
-        raise OverlayError(FAILED, f"{path}: {what}")
-    return owners[-1]
