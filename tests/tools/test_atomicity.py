@@ -7,6 +7,7 @@ events report it: a new step in the tool is a new case here without anybody addi
 forked child, which ends just before step n or, for a write, also with the file half written.
 """
 
+import functools
 import os
 import shutil
 import signal
@@ -16,10 +17,18 @@ from pathlib import Path
 import pytest
 
 from mini import MODULE, RUN, A, World, snapshot
+from overlay import git
 
 MUTATIONS = {f"os.{name}" for name in "chmod link mkdir remove rename rmdir symlink".split()}
 MUTATIONS |= {"os.truncate", "os.utime"}
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+@pytest.fixture(autouse=True)
+def _git_applies_a_patch_once(monkeypatch):
+    apply = git.apply
+    known = functools.cache(lambda name, patch, files: apply(name, patch, dict(files)))
+    monkeypatch.setattr(git, "apply", lambda *of: known(*of[:2], tuple(of[2].items())))
 
 
 def steps_of(world: World, flags: list[str], end: int = -1, torn: bool = False) -> str:
@@ -29,6 +38,7 @@ def steps_of(world: World, flags: list[str], end: int = -1, torn: bool = False) 
 
     torn: kill it in the middle of a write.
     """
+    world.apply("--check")  # git's answers are known to all children then
     reading, writing = os.pipe()
     base = world.base
     child = os.fork()

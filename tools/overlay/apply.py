@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from overlay import git, series
 from overlay.checkout import LINK, Checkout, Entry, sha256, state
-from overlay.errors import DIFFERS_FROM_LOCK, FAILED, LOCAL_EDITS, NOT_THE_PIN, OverlayError, refuse
+from overlay.errors import DIFFERS_FROM_LOCK, FAILED, LOCAL_EDITS, refuse
 from overlay.journal import Journal, alone
 from overlay.patchset import PatchSet
 
@@ -59,16 +59,10 @@ class Application:
             return ["modified since", *edited]
         if lost := [path for path, known in self.states.items() if self._now(path) != known[-1]]:
             return ["partly applied: apply again to repair", *lost]
-        first = f"applied: {_count(self.states)}" if self.states else "not applied"
-        try:
-            goal, notices = self._goal()
-        except OverlayError as refusal:
-            if refusal.code == NOT_THE_PIN and not self.states:
-                raise
-            return [first, *refusal.lines]
-        if self.states and not self.journal.has(goal):
-            first = "applied: an earlier state of the patch set; apply again to update"
-        return [first, *notices]
+        if self.states:
+            return [f"applied: {_count(self.states)}"]
+        self.checkout.check_version(self.patchset.lock.files)
+        return ["not applied"]
 
     def _goal(self, link: bool = False) -> tuple[Goal, list[str]]:
         """Return what our paths get, and notices of patches that are left out.
