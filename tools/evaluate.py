@@ -39,7 +39,7 @@ def _evaluate(options: Namespace) -> None:
     from generate import converted
     from judging import Judged, mean_scores, write_page
 
-    from conversion.their_model import Conversation
+    from conversion.their_model import Conversation, question_of
     from conversion.torch_dist import Checkpoint
     from conversion.trained import preset_as_trained
     from examples.mimo.nemotron_vlm.data import make_source
@@ -48,14 +48,14 @@ def _evaluate(options: Namespace) -> None:
     args = saved.options
     args.data = options.data or args.data
     source = make_source(args, preset_as_trained(args))
-    model = Conversation(converted(saved.directory))
+    model = Conversation(converted(saved.directory), {})
     judged, not_asked = [], 0
     for name, question in _questions(source, options.samples):
         if question is None:
             not_asked += 1
             continue
-        model.begin(dict(question.asked))
-        said = model.ask(question.text, _files(question), max_new_tokens=options.max_tokens)
+        asked = question_of(question.text, _files(question))._replace(arguments=question.asked)
+        said = model.answer(asked, max_new_tokens=options.max_tokens)
         judged.append(Judged(name, question, said.rpartition("</think>")[2].strip()))
         print(f"\r{len(judged)} samples", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)

@@ -83,7 +83,7 @@ class Refresh:
             owners = [one for one in patched if path in one.files]
             owners = owners or [one for one in patched if not one.diff]
             if not owners:
-                what = "no patch changes it: write the header of a new one, patches/NNNN-topic.patch"
+                what = "no patch changes it: write the header of one, patches/NNNN-topic.patch"
                 raise OverlayError(FAILED, f"{path}: {what}")
             owners[-1].files[path] = owners[-1].files.get(path, [before])[0], now
             known.setdefault(path, [sha256(before)])

@@ -6,8 +6,6 @@ Transformer Engine's norms have an extra state and PyTorch's have none, but both
 a checkpoint for a norm by the same name.
 """
 
-import os
-import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -31,23 +29,14 @@ NONE = torch.empty(0, dtype=torch.uint8)
 
 
 @contextmanager
-def engine_norms(state: torch.Tensor = NONE) -> Iterator[list[torch.Tensor | None]]:
-    """Give norms an extra state, as the engine's have; yield the states that they are to load.
-
-    Args:
-        state: extra state of each norm.
-    """
+def engine_norms() -> Iterator[list[torch.Tensor | None]]:
+    """Give norms an extra state, as the engine's have; yield the states that they are to load."""
     loaded: list[torch.Tensor | None] = []
     with pytest.MonkeyPatch.context() as patch:
         for norm in (LayerNorm, RMSNorm):
-            patch.setattr(norm, "get_extra_state", lambda norm: state)
+            patch.setattr(norm, "get_extra_state", lambda norm: NONE)
             patch.setattr(norm, "set_extra_state", lambda norm, given: loaded.append(given))
         yield loaded
-
-
-def pickled(state: dict) -> torch.Tensor:
-    """Return an extra state as the engine makes it."""
-    return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
 
 def run_of(*arguments: str, preset=None):
@@ -76,22 +65,6 @@ class TestOneRank:
             assert bool(loaded) == (not saves_them) and all(given is NONE for given in loaded)
             assert_shards_equal(run.stages, saved)
             assert run.train_step() == expected
-
-    def test_those_that_were_saved_are_loaded(self, tmp_path):
-        scales = pickled({"scale_fwd": torch.arange(3.0)})
-        with engine_norms(scales), run_of() as run:
-            run.save(tmp_path)
-        with engine_norms() as loaded, run_of("--load", str(tmp_path)):
-            assert loaded and all(torch.equal(given, scales) for given in loaded)
-
-    def test_those_that_would_run_code_are_refused(self, tmp_path):
-        """Transformer Engine unpickles them without a look at what they name."""
-        with engine_norms(pickled({"recipe": os.getpid})), run_of() as run:
-            run.save(tmp_path)
-        with engine_norms() as loaded, pytest.raises(UserError, match="refused: .*getpid"):
-            with run_of("--load", str(tmp_path)):
-                pass
-        assert not loaded
 
     def test_a_weight_that_is_missing_is_refused_by_name(self, tmp_path):
         """The model has one layer more; its extra state is not missed."""

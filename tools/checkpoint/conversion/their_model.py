@@ -167,10 +167,6 @@ class Conversation:
         self._model = their_model(given)
         self._preset, self._turns, self._media = preset, [], []
 
-    def begin(self, arguments: dict[str, Any]) -> None:
-        """Begin another conversation, with arguments of the chat template."""
-        self._arguments, self._turns, self._media = arguments, [], []
-
     def ask(self, question: str, files: list[Medium], **how: Any) -> str:
         """Return the answer to a question with media, after those asked before; see `answer`."""
         asked = question_of(question, files)
