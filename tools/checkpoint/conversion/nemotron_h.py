@@ -114,8 +114,20 @@ class LanguagePart(Part):
     def sizes(
         self, base: LanguagePreset, config: Any, files: Files, outer: str, tile: int | None
     ) -> LanguagePreset:
-        """See `Part`."""
-        return language_preset(config, base)
+        """See `Part`; kinds of layers that the model lacks keep the sizes of ``base``."""
+        pattern = "".join(SYMBOLS[kind] for kind in config.layers_block_type)
+        expected = dict(EXPECTED)
+        if "E" in pattern:
+            # With one expert per token, ours does not normalize its score.
+            expected["norm_topk_prob"] = config.num_experts_per_tok > 1
+        if "M" in pattern:
+            expected["layer_norm_epsilon"] = GATED_NORM_EPSILON
+        check_values("the language model", config, expected)
+        sizes = {"hybrid_layer_pattern": pattern, "ffn_hidden_size": None}
+        for symbol, names in SIZES.items():
+            if symbol in pattern:
+                sizes |= {ours: getattr(config, theirs) for ours, theirs in names.items()}
+        return replace(base, **sizes)
 
     def fields(self, sizes: LanguagePreset) -> dict[str, Any]:
         """See `Part`."""
@@ -129,54 +141,24 @@ class LanguagePart(Part):
 
     def table(self, sizes: LanguagePreset) -> Table:
         """See `Part`."""
-        return language_table(sizes)
-
-
-def language_preset(config: Any, base: LanguagePreset) -> LanguagePreset:
-    """Return the language preset for a NemotronHConfig.
-
-    Args:
-        config: transformers' own class.
-        base: preset with the sizes of kinds of layers that the model lacks.
-
-    Raises:
-        UserError: our model does not support a field's value; the message names every such field.
-    """
-    pattern = "".join(SYMBOLS[kind] for kind in config.layers_block_type)
-    expected = dict(EXPECTED)
-    if "E" in pattern:
-        # With one expert per token, ours does not normalize its score.
-        expected["norm_topk_prob"] = config.num_experts_per_tok > 1
-    if "M" in pattern:
-        expected["layer_norm_epsilon"] = GATED_NORM_EPSILON
-    check_values("the language model", config, expected)
-    sizes = {"hybrid_layer_pattern": pattern, "ffn_hidden_size": None}
-    for symbol, names in SIZES.items():
-        if symbol in pattern:
-            sizes |= {ours: getattr(config, theirs) for ours, theirs in names.items()}
-    return replace(base, **sizes)
-
-
-def language_table(sizes: LanguagePreset) -> Table:
-    """Return the table of the language model's tensors; our names are without the prefix."""
-    table = {ours: (TensorRows(theirs),) for ours, theirs in TOP.items()}
-    for number, symbol in enumerate(sizes.hybrid_layer_pattern):
-        ours, theirs = f"decoder.layers.{number}.", f"backbone.layers.{number}."
-        for name, other in LAYERS[symbol].items():
-            table[ours + name] = (TensorRows(theirs + other),)
-        if symbol == "M":
-            table |= _mamba(sizes, ours + "mixer.", theirs + "mixer.")
-        elif symbol == "*":
-            heads = (sizes.num_attention_heads, sizes.num_query_groups, sizes.kv_channels)
-            names = tuple(f"{theirs}mixer.{each}_proj.weight" for each in "qkv")
-            qkv = interleaved([TensorRows(name) for name in names], *heads)
-            table[ours + "self_attention.linear_qkv.weight"] = qkv
-        elif symbol == "E":
-            for name, other in EXPERTS.items():
-                for expert in range(sizes.num_experts):
-                    source = f"{theirs}mixer.experts.{expert}.{other}"
-                    table[f"{ours}{name}[{expert}]"] = (TensorRows(source),)
-    return table
+        table = {ours: (TensorRows(theirs),) for ours, theirs in TOP.items()}
+        for number, symbol in enumerate(sizes.hybrid_layer_pattern):
+            ours, theirs = f"decoder.layers.{number}.", f"backbone.layers.{number}."
+            for name, other in LAYERS[symbol].items():
+                table[ours + name] = (TensorRows(theirs + other),)
+            if symbol == "M":
+                table |= _mamba(sizes, ours + "mixer.", theirs + "mixer.")
+            elif symbol == "*":
+                heads = (sizes.num_attention_heads, sizes.num_query_groups, sizes.kv_channels)
+                names = tuple(f"{theirs}mixer.{each}_proj.weight" for each in "qkv")
+                qkv = interleaved([TensorRows(name) for name in names], *heads)
+                table[ours + "self_attention.linear_qkv.weight"] = qkv
+            elif symbol == "E":
+                for name, other in EXPERTS.items():
+                    for expert in range(sizes.num_experts):
+                        source = f"{theirs}mixer.experts.{expert}.{other}"
+                        table[f"{ours}{name}[{expert}]"] = (TensorRows(source),)
+        return table
 
 
 def _mamba(sizes: LanguagePreset, ours: str, theirs: str) -> Table:
