@@ -18,8 +18,8 @@ NEXT = os.environ.get("NEXT")
 """Git directory of upstream that has the next version, if one is at hand."""
 sys.path.insert(0, str(REPOSITORY / "tools"))
 
+from overlay.__main__ import main  # noqa: E402
 from overlay.checkout import sha256  # noqa: E402
-from overlay.cli import main  # noqa: E402
 
 PIN, LATER = "1.2.3", "1.3.0"
 HEADER = "Description: a test\nFeature: testing\nUpstream-Status: pending\nDrop-When: never\n\n"

@@ -14,8 +14,9 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from command_line import Parser  # noqa: E402
-from overlay.cli import REPOSITORY, reported  # noqa: E402
+from overlay.__main__ import REPOSITORY, reported  # noqa: E402
 from overlay.errors import FAILED, USAGE, OverlayError  # noqa: E402
+from overlay.git import write_files  # noqa: E402
 from overlay.patchset import PatchSet  # noqa: E402
 from staging.features import Features  # noqa: E402
 
@@ -34,12 +35,6 @@ def git(folder: Path, *args: str, stdin: bytes = b"") -> str:
     return done.stdout.decode().strip()
 
 
-def write(tree: Path, files: dict[str, bytes]) -> None:
-    for path, data in files.items():
-        (tree / path).parent.mkdir(parents=True, exist_ok=True)
-        (tree / path).write_bytes(data)
-
-
 @contextlib.contextmanager
 def staged(features: Features, checkout: Path, *names: str) -> Iterator[Path]:
     """Provide a temporary worktree of HEAD with a commit for each feature and what it needs.
@@ -56,7 +51,7 @@ def staged(features: Features, checkout: Path, *names: str) -> Iterator[Path]:
                     git(tree, "apply", "--allow-empty", stdin=features.patch(name))
                 except OverlayError as error:
                     raise OverlayError(FAILED, f"{name}: {error.lines[0]}") from None
-                write(tree, features.files_of(name))
+                write_files(tree, features.files_of(name))
                 git(tree, "add", "--force", "--all")
                 git(tree, "commit", "--quiet", "--signoff", "-m", features.message(name))
             yield tree
@@ -70,7 +65,7 @@ def fails(features: Features, checkout: Path, name: str) -> bool:
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     lent = {p: s.read_bytes() for p, s in features.sources.items() if p.startswith(CPU_RUNTIME)}
     with staged(features, checkout, name) as tree:
-        write(tree, lent | {"sitecustomize.py": PYTHON_311})
+        write_files(tree, lent | {"sitecustomize.py": PYTHON_311})
         how = {"cwd": tree, "env": os.environ | variables}
         return any(subprocess.run(c.split(), **how).returncode for c in features.commands(name))
 

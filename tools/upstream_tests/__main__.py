@@ -17,8 +17,8 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from command_line import Parser, numbers  # noqa: E402
-from overlay.cli import REPOSITORY, reported  # noqa: E402
-from overlay.cli import main as overlay  # noqa: E402
+from overlay.__main__ import REPOSITORY, reported  # noqa: E402
+from overlay.__main__ import main as overlay  # noqa: E402
 from overlay.errors import NOT_THE_PIN, USAGE, OverlayError  # noqa: E402
 
 TESTS = "tests/unit_tests"
@@ -52,7 +52,7 @@ def outcomes(tree: Path, jobs: list[Test]) -> dict[Test, tuple[str, str]]:
     records.mkdir()
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONPATH"))}
     kept |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, IN_TREE, STAND_INS, REPOSITORY / "megatron_overlay", records]
+    command = [sys.executable, IN_TREE, STAND_INS, records]
     lines = ["\t".join([str(size), file, *EXCLUDED]) for size, file in jobs]
     with (records / "log").open("w") as log:
         how = {"cwd": tree, "env": kept, "stdout": log, "stderr": log, "text": True}
