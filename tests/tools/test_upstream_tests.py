@@ -51,7 +51,7 @@ def checkout(tmp_path: Path, monkeypatch) -> Path:
     state = {"megatron/core/parallel_state.py": "def destroy_model_parallel(): pass\n"}
     files = UPSTREAM | empty | state | {FILE: TESTS}
     make_repository(tmp_path / "tree", files)
-    stand_ins = "def install(): import megatron.core.parallel_state\n"
+    stand_ins = "def install(runtime): import megatron.core.parallel_state\n"
     write_tree(tmp_path, {"stand_ins.py": stand_ins})
     monkeypatch.setenv("UPSTREAM_TEST_LIMIT_S", "10")
     monkeypatch.setattr(cli, "STAND_INS", tmp_path)

@@ -32,14 +32,13 @@ Test = tuple[int, str]  # number of ranks, node id
 
 def selected(tree: Path, worlds: list[int], only: str) -> list[Test]:
     """Return the numbers of ranks and test files, relative to the tree, that are to run."""
-    files = sorted(str(file.relative_to(tree / TESTS)) for file in (tree / TESTS).rglob("*.py"))
-    names = [name for name in files if _fits(name, SELECTION["files"]) and fnmatch(name, only)]
-    on_ranks = [name for name in names if _fits(name, SELECTION["ranks"])]
-    return [(n, f"{TESTS}/{name}") for n in worlds for name in (names if n == 1 else on_ranks)]
-
-
-def _fits(name: str, patterns: list[str]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)
+    files = set()
+    for path in (path for pattern in SELECTION["paths"] for path in (tree / TESTS).glob(pattern)):
+        files |= {path} if path.is_file() else set(path.rglob("test_*.py"))
+    names = sorted(str(file.relative_to(tree / TESTS)) for file in files)
+    names = [name for name in names if fnmatch(name, only)]
+    alone = [name for name in names if not any(fnmatch(name, p) for p in SELECTION["ranks"])]
+    return [(n, f"{TESTS}/{name}") for n in worlds for name in names if n == 1 or name not in alone]
 
 
 def outcomes(tree: Path, jobs: list[Test]) -> dict[Test, tuple[str, str]]:
@@ -52,7 +51,7 @@ def outcomes(tree: Path, jobs: list[Test]) -> dict[Test, tuple[str, str]]:
     records.mkdir()
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONPATH"))}
     kept |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, IN_TREE, STAND_INS, records]
+    command = [sys.executable, IN_TREE, STAND_INS, REPOSITORY / "megatron_overlay", records]
     lines = ["\t".join([str(size), file, *EXCLUDED]) for size, file in jobs]
     with (records / "log").open("w") as log:
         how = {"cwd": tree, "env": kept, "stdout": log, "stderr": log, "text": True}

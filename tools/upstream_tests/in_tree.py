@@ -1,7 +1,7 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
 """Runs upstream's tests in the tree that is the working directory, on forked ranks:
-``in_tree.py STAND_INS RECORDS`` reads a number of ranks and a file from each line of stdin,
+``in_tree.py STAND_INS OVERLAY RECORDS`` reads a number of ranks and a file from each line of stdin,
 then tests of it that are left out.
 """
 
@@ -94,13 +94,13 @@ def run_file(file: str, done: list[str], record: Path) -> None:
         sys.exit(int(code))
 
 
-def main(stand_ins: str, records: Path) -> None:
+def main(stand_ins: str, overlay: Path, records: Path) -> None:
     sys.path += [stand_ins, str(Path(__file__).parents[2] / "tests")]
     from agent import run_ranks
     from stand_ins import install
 
     del sys.path[-2:]  # tests must not find our modules
-    install()
+    install(overlay / "megatron/core/cpu_runtime")
     import megatron.training  # noqa: F401  the ranks share what is imported
     import tests.unit_tests.test_utilities  # noqa: F401
 
@@ -114,4 +114,4 @@ def main(stand_ins: str, records: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

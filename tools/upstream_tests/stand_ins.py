@@ -36,15 +36,12 @@ LOCAL = {
 """Transformer Engine's layers, which need a GPU, and Megatron's own that replace them."""
 
 
-RUNTIME = Path(__file__).parents[2] / "megatron_overlay/megatron/core/cpu_runtime/__init__.py"
-
-
-def install() -> None:
+def install(cpu_runtime: Path) -> None:
     """Install our CPU runtime and the stand-ins, before tests are imported."""
     typing.override = typing_extensions.override
     # Under its usual name, which a pristine tree does not have.
     name = "megatron.core.cpu_runtime"
-    spec = importlib.util.spec_from_file_location(name, RUNTIME)
+    spec = importlib.util.spec_from_file_location(name, cpu_runtime / "__init__.py")
     sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[name])
     sys.modules[name].install()
