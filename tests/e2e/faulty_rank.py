@@ -20,12 +20,9 @@ from examples.mimo.pretrain_nemotron_vlm import main  # noqa: E402
 from megatron.core.dist_checkpointing import serialization  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # noqa: E402
 from megatron.core.models.mimo.optimizer import MimoOptimizer  # noqa: E402
-from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.training import training  # noqa: E402
 
 PLACES = {
-    "reading samples": (training, "train_step"),
-    "microbatch": (schedules, "backward_step_multimodule"),
     "optimizer": (MimoOptimizer, "step"),
     "writing": (TorchDistSaveShardedStrategy, "save"),
     "publishing": (serialization, "save_manifest"),
@@ -36,8 +33,6 @@ def strike(kind: str) -> None:
     """Carry out the fault."""
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif kind == "raise":
-        raise ValueError("the fault that was asked for")
     elif kind == "hang":
         while True:
             time.sleep(1)

@@ -24,6 +24,13 @@ CHECKOUT = REPOSITORY / "build" / ("next" if os.environ.get("NEXT") else "Megatr
 LIMIT_S = 900
 """Time limit of all ranks."""
 
+PRELOADED = [
+    "tests.unit_tests.examples.nemotron_vlm.preloaded",
+    "transformers.models.nemotron_h_omni.modeling_nemotron_h_omni",
+    "megatron.energon",
+]
+"""Modules that processes are forked with."""
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -49,7 +56,7 @@ class Ended:
 def forked(call: Callable, *arguments: object) -> BaseProcess:
     """Start a call in a process that has imported the modules that take seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.unit_tests.examples.nemotron_vlm.preloaded"])
+    context.set_forkserver_preload(PRELOADED)
     process = context.Process(target=call, args=arguments)
     process.start()
     return process

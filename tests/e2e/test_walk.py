@@ -5,14 +5,18 @@
 import json
 import os
 import re
+import runpy
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from PIL import Image
 
-from tests.e2e.launch import CHECKOUT, REPOSITORY
+from tests.agent import run_ranks
+from tests.e2e.launch import CHECKOUT, LIMIT_S, REPOSITORY, forked, kill
 from tests.unit_tests.checkpoint.conversions import convert, tensors_of
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_omni
@@ -20,7 +24,7 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_omni
 PAGE = (REPOSITORY / "docs/user/walk.md").read_text()
 
 SMALL = {
-    "source .venv/bin/activate; ": "",
+    "source .venv/bin/activate; export OMP_NUM_THREADS=1\n": "",
     "--workers 16": "--workers 0",
     "nano-omni-30b-a3b": "tiny-omni",
     "--plan-tiles 1:0.2,7:0.5,13:0.3": "--plan-tiles 1",
@@ -28,9 +32,8 @@ SMALL = {
     "--seq-length 4096": "--seq-length 64",
     "--dry-run 8 --device cuda --bf16": "--dry-run 8",
     "--device cuda --bf16 ": "",
-    "torchrun --nproc-per-node 8": "torchrun --standalone --nproc-per-node 2",
-    "--nnodes 2 --nproc-per-node 8": "--standalone --nproc-per-node 2",
-    " --rdzv-backend c10d --rdzv-endpoint HEAD_NODE:29500": "",
+    "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HEAD_NODE:29500": "",
+    " --nproc-per-node 8": "",
     "--encoder dp=8 --language tp=2,ep=8,etp=1": "--encoder dp={ranks} --language tp=2,ep=2,etp=1",
     "--encoder dp=16 --language pp=2,ep=8,vpp=2": "--encoder dp=2 --language pp=2",
     "--train-iters 1000": "--train-iters 4",
@@ -44,12 +47,43 @@ SMALL = {
 """Texts of the page, and those that take their places at small sizes."""
 
 
-def small(command: str, **values: object) -> str:
+def commands(block: str, data: Path) -> Iterator[tuple[dict[str, str], list[str]]]:
+    """Yield the variables and the words of each command of a block, at small sizes."""
     for real, other in SMALL.items():
-        command = command.replace(real, other)
-    for name, value in values.items():
-        command = command.replace(f"{{{name}}}", str(value))
-    return command
+        block = block.replace(real, other)
+    block = block.replace("{ranks}", "8" if "--dry-run" in block else "2")
+    block = re.sub(r"(?<!\w)/data/", f"{data}/", block)
+    for line in block.replace("\\\n", " ").splitlines():
+        words = shlex.split(line)
+        variables = [word for word in words if re.match(r"[A-Z]+=", word)]
+        yield dict(word.split("=", 1) for word in variables), words[len(variables) :]
+
+
+def run(words: list[str], folder: Path, environment: dict[str, str]) -> str:
+    """Run a command in a process that has imported the modules that take seconds; return what it
+    says. ``torchrun`` has two ranks."""
+    output = folder / "said"
+    process = forked(_process, words, folder, environment, output)
+    process.join(LIMIT_S)
+    kill(process)
+    assert process.exitcode == 0, f"{words}\n{output.read_text()[-4000:]}"
+    return output.read_text()
+
+
+def _process(words: list[str], folder: Path, environment: dict[str, str], output: Path) -> None:
+    os.chdir(folder)
+    os.environ.update(environment)
+    with output.open("w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    if words[0] == "torchrun":
+        sys.exit(run_ranks(2, _program, words[1:]))
+    _program(words[1:] if "python" in words[0] else words)
+
+
+def _program(words: list[str]) -> None:
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def changed(directory: Path, other: Path) -> set[str]:
@@ -75,18 +109,15 @@ def test_published_weights_are_aligned_trained_and_exported(tmp_path):
     (tmp_path / "build/Megatron-LM").symlink_to(CHECKOUT)
     blocks = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert all(any(real in block for block in blocks) for real in SMALL)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
-    for block in blocks:  # trainings add the commands that they print, which need no environment
-        ranks = 8 if "--dry-run" in block else 2
-        command = small(block, ranks=ranks)
-        command = re.sub(r"(?<!\w)/data/", f"{data}/", command)
-        plain = {"PATH": os.defpath} if block.startswith(sys.executable) else {}
-        given = {"cwd": tmp_path, "env": environment | plain, "capture_output": True, "text": True}
-        done = subprocess.run(["bash", "-euc", command], **given)
-        assert done.returncode == 0, f"{command}\n{done.stdout[-1500:]}\n{done.stderr[-2500:]}"
-        blocks += re.findall("^ask it: (.*)", done.stderr, re.MULTILINE)
-    assert len([block for block in blocks if "tools/generate.py" in block]) == 3
+    printed = []
+    for variables, words in (each for block in blocks for each in commands(block, data)):
+        said = run(words, tmp_path, variables)
+        printed += re.findall("^ask it: (.*)", said, re.MULTILINE)
+    # Each training prints a command, which needs no environment.
+    _, command = printed
+    options = {"cwd": tmp_path, "env": {"PATH": os.defpath}, "capture_output": True, "text": True}
+    done = subprocess.run(shlex.split(command), **options)
+    assert done.returncode == 0 and done.stdout, done.stderr
     for name in ("aligned", "all"):
         records = (data / name / "metrics.jsonl").read_text().splitlines()
         assert len(records) == 4 and "eval_loss" in json.loads(records[-1])
