@@ -109,10 +109,6 @@ MODELS = {
     "sound and images": Model(OMNI_LAYERS, source=SoundAndImages()),
     "growing batch": Model((*FOUR_LAYERS, *GROWING), samples=0, steps=4),
     "packed": Model(ROWS, samples=8, packed=True),
-    "packed shards": Model((*ROWS, *SHARDS), samples=16, packed=True),
-    "packed shards of any size": Model(
-        (*ROWS, *SHARDS, *ANY_SIZE), samples=16, packed=True, steps=4
-    ),
     "packed shards of all media": Model(
         (*ROWS, *OMNI, *ANY_SIZE, *OMNI_LAYERS),
         samples=16,
@@ -162,7 +158,6 @@ ON_GPUS = {
     "bf16 two digits": in_16_bits((*ENGINE, *TWO_DIGITS, *BF16)),
     "sound local": on_gpus((*LOCAL, "--model", "tiny-omni"), source=SoundAndImages()),
     "bf16 any size": in_16_bits((*ENGINE, *ANY_SIZE, *BF16)),
-    "bf16 local": in_16_bits((*LOCAL, *BF16)),
     "bf16 packed": in_16_bits(
         (*ENGINE, *BF16, *PACK, "--seq-length", "256"), samples=8, packed=True
     ),

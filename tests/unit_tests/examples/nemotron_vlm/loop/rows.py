@@ -108,24 +108,16 @@ ON_CPUS = {
     ],
     "every kind with every other": [
         Row(8, "tiny", "tp=1,dp=8", "tp=2,cp=2,pp=2,dp=1,ep=4,etp=1,vpp=2"),
-        Row(8, "tiny", "tp=1,dp=8", "dp=8,ep=4,etp=2", microbatches=1),
-        Row(8, "tiny", "tp=2,dp=4", "cp=2,pp=4,dp=1,ep=2"),
-        Row(8, "tiny", "tp=4,dp=2", "tp=4,cp=2,dp=1", microbatches=1),
-        Row(8, "tiny", "tp=8,dp=1", "tp=2,pp=2,dp=2,ep=4,etp=1,vpp=2"),
         Row(8, "tiny", "tp=8,dp=1", "cp=2,pp=2,dp=2,ep=2,etp=2,vpp=2"),
-        Row(8, "tiny", "tp=8,dp=1", "tp=2,cp=2,dp=2,ep=8,etp=1", microbatches=1),
         Row(8, "tiny", "tp=8,dp=1", "cp=8,dp=1,ep=8", microbatches=1),
     ],
     "experts": [
-        Row(8, "tiny", "dp=8", "tp=2,cp=2,pp=2,dp=1,ep=2,etp=1", ALLGATHER),
         Row(4, "tiny", "dp=4", "dp=4,etp=2", ALLGATHER),
     ],
     "one pipeline of both modules": [
         Row(8, "six layers, partly text", "tp=2", "tp=2,pp=3,dp=1", APART),
         Row(8, "six layers, partly text", "dp=4", "pp=2,cp=2,dp=1,ep=2,etp=1", APART),
-        Row(8, "six layers, partly text", "dp=4", "tp=2,cp=2,dp=1,ep=2,etp=1", APART),
         Row(4, "six layers, partly text", "pp=2", "pp=2,dp=1", APART),
-        Row(4, "six layers, partly text", "tp=2", "dp=2,ep=2", APART),
         Row(2, "six layers, partly text", "dp=1", "dp=1", APART),
     ],
     "two encoders": [
@@ -138,22 +130,17 @@ ON_CPUS = {
     ],
     "recurrent layers": [
         Row(4, "tiny-gdn", "tp=2", "cp=4,dp=1,ep=2", CONTIGUOUS),
-        Row(4, "tiny-gdn", "tp=2", "tp=2,cp=2,dp=1", ZIGZAG),
         Row(4, "tiny-gdn", "tp=2", "cp=2,pp=2,vpp=2,dp=1", (*CONTIGUOUS, *FULL)),
-        Row(8, "tiny-gdn", "tp=4", "cp=2,pp=2,dp=2,ep=2", ZIGZAG),
-        Row(4, "tiny-gdn", "tp=2", "cp=4,dp=1,ep=2", ZIGZAG),
         Row(4, "packed", "dp=4", "cp=2,dp=2,ep=2", ZIGZAG),
     ],
     "packed rows": [
         Row(8, "packed", "tp=2,dp=4", "cp=2,pp=2,dp=2,ep=2"),
         Row(4, "packed", "dp=4", "cp=2,pp=2,dp=1", WORKERS),
-        Row(4, "packed", "tp=4", "tp=2,dp=2", ("--no-balance",)),
         Row(4, "packed", "dp=2", "dp=2", APART),
     ],
     "images of any size": [
         Row(8, "packed images of any size", "tp=2,dp=4", "cp=2,pp=2,dp=2,ep=2"),
         Row(4, "packed images of any size", "dp=4", PIPELINE, RECOMPUTE, ("--freeze", "encoder")),
-        Row(4, "packed images of any size", "dp=2", "dp=2", APART),
         Row(4, "packed images of any size", "pp=2,dp=1", "cp=2,dp=1,ep=2", APART),
         Row(2, "digits of any size", "dp=2", "tp=2,dp=1", then=(("tp=2", "dp=2", ()),)),
     ],
@@ -163,13 +150,11 @@ ON_CPUS = {
             *(4, "packed sound and video", "images:tp=2,dp=2 sound:dp=4", FLAT),
             (*OVERLAP, *MACRO_BATCH, "--recompute-encoder", "1"),
         ),
-        Row(8, "packed sound and video", "images:tp=2,dp=2 sound:dp=2", "dp=2,ep=2", APART),
         Row(4, "packed video", "pp=2,dp=1", "cp=2,dp=1,ep=2", APART),
     ],
     "multi-token prediction": [
         Row(8, "three tokens ahead", "tp=2,dp=4", "tp=2,cp=2,pp=2,dp=1,ep=2,etp=1"),
         Row(4, "three tokens ahead", "dp=4", PIPELINE, FULL, then=(ON_DP,)),
-        Row(4, "three tokens ahead", "tp=2,dp=2", "cp=2,pp=2,dp=1,vpp=2", OVERLAP),
         Row(4, "three tokens ahead", "dp=2", "pp=2,dp=1", APART),
         Row(4, "three tokens ahead, packed", "dp=4", PIPELINE),
     ],
@@ -218,7 +203,6 @@ ON_CPUS = {
             *(4, "65 words", "dp=4", "tp=4,dp=1", PADDED_256),
             common=("--no-untie-embeddings-and-output-weights", *EVALUATION),
         ),
-        Row(4, "65 words", *APART_ON_TP, then=(ON_TP_ETP,)),
     ],
     "a batch that grows": [  # the encoder runs again in more parts, and has more macro-batches
         Row(4, "growing batch", "tp=2,dp=2", PIPELINE, ("--recompute-encoder", "1", *OVERLAP[:1])),
@@ -242,15 +226,10 @@ ON_CPUS = {
         )
     ],
     "adapters": [
-        Row(8, "tiny", "tp=2,dp=4", "tp=2,cp=2,pp=2,dp=1,ep=2,etp=1", OVERLAP, ADAPTED),
         Row(4, "few experts", "dp=4", PIPELINE, FULL, ADAPTED, then=(APART_ON_TP, ON_TP_ETP)),
         Row(4, "tiny-gdn", "tp=2", "tp=2,cp=2,dp=1", CONTIGUOUS, ADAPTED),
         Row(4, "three tokens ahead", "tp=2,dp=2", "cp=2,pp=2,dp=1,vpp=2", OVERLAP, ADAPTED),
         Row(4, "tiny", "dp=4", "dp=4,etp=2", ALLGATHER, (*ADAPTED, "--lora-rs")),
-        Row(
-            *(4, "tiny", "dp=4", "pp=4,dp=1", (*FULL, "--recompute-encoder", "1")),
-            (*ADAPTED[:4], "--lora-target-modules", "linear_qkv,layers.1.*.linear_fc?"),
-        ),
         Row(
             *(4, "sound and images", "images:tp=2,dp=2 sound:dp=4", "tp=2,dp=2", ()),
             (*ADAPTED[:4], "--lora-target-modules", "sound:all-linear,experts.linear_fc2"),
@@ -259,24 +238,9 @@ ON_CPUS = {
 }
 """Rows on CPU ranks by what they show; the most demanding first."""
 
-ON_SHARDS = [
-    Row(4, "packed shards", "dp=4", PIPELINE),
-    Row(
-        *(4, "packed shards of any size", "dp=4", "cp=2,dp=2,ep=2"),
-        then=(("tp=2,dp=2", "dp=4,ep=2", ()),),
-    ),
-    Row(
-        *(4, "packed shards of all media", "images:tp=2,dp=2 sound:dp=4", PIPELINE),
-        then=(("images:dp=4 sound:dp=4", "tp=2,dp=2,ep=2,etp=1", WORKERS),),
-    ),
-]
-"""Rows on CPU ranks that read shards."""
-
 WEIGHTS = {
     "whole samples": [
         Row(8, "tiny", "tp=1,dp=8", "tp=4,dp=2,ep=2,etp=1"),
-        Row(8, "tiny", "tp=4,dp=2", "tp=1,dp=8,ep=4"),
-        Row(8, "tiny", "tp=4,dp=2", "cp=2,dp=4,ep=2"),
         Row(8, "tiny", "tp=4,dp=2", "pp=2,dp=4,ep=4,vpp=2", microbatches=4),
         Row(8, "tiny", "tp=1,dp=8", "cp=2,pp=2,dp=2,ep=2", microbatches=4),
     ],
