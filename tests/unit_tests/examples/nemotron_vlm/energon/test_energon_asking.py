@@ -46,23 +46,21 @@ def of_bytes(size: int, use_regex: bool = True) -> tuple:
     return models.BPE(), before, decoders.ByteLevel(), trainers.BpeTrainer, more
 
 
-def unigram(scheme: str) -> tuple:
-    before = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=scheme == "always")
-    after = decoders.Metaspace(prepend_scheme=scheme)
+def unigram() -> tuple:
+    before = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    after = decoders.Metaspace(prepend_scheme="first")
     more = {"vocab_size": 2000, "unk_token": "<unk>"}
     return models.Unigram(), before, after, trainers.UnigramTrainer, more
 
 
 KINDS = {
     "bytes 300": of_bytes(300),
-    "bytes 8000": of_bytes(8000),
     "bytes 8000 whole": of_bytes(8000, use_regex=False),
     "words": (
         *(models.WordLevel(unk_token="<unk>"), pre_tokenizers.Whitespace(), None),
         *(trainers.WordLevelTrainer, {}),
     ),
-    "unigram always": unigram("always"),
-    "unigram first": unigram("first"),
+    "unigram": unigram(),
 }
 
 

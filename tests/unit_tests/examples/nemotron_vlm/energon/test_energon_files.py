@@ -4,17 +4,14 @@
 
 import base64
 import json
-import pickle
 import shlex
 import sys
 import tarfile
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import make_source
@@ -134,31 +131,6 @@ def test_a_list_trains_as_it_is_and_every_fiftieth_record_is_held_out(photos):
     assert held_out == {f"{photos.parent.name}/photos.json:{lines[at] - 1}" for at in (0, 50, 100)}
     trained = {*names(opened, "train", range(117))}
     assert len(trained) == 117 and not trained & held_out
-
-
-def test_files_blend_with_shards_and_each_other(photos, digits):
-    """A quarter of the samples are the shards', half are twenty records of the file."""
-    blend = photos.parent / "blend.yaml"
-    of = [
-        {"path": "photos.json", "weight": 1},
-        {"path": str(digits), "weight": 1},
-        {"path": "photos.json", "weight": 2, "subset": {"range": [0, 20]}},
-    ]
-    splits = {"train": {"blend": of}, "val": {"path": "photos.json"}}
-    kind = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
-    blend.write_text(yaml.dump(kind | {"splits": splits}))
-    opened = pickle.loads(pickle.dumps(source(blend, photos.parent / "tokenizer")))
-    drawn = Counter(names(opened, "train", range(400)))
-    of_shards = {name for name in drawn if ".tar/" in name}
-    assert sum(drawn[name] for name in of_shards) == 100
-    assert sum(count for name, count in drawn.items() if count >= 10) >= 200
-    assert opened.epoch_size("test") == 3 and opened.text("test", 0)
-    splits["train"] = {"blend_epochized": [{"path": "photos.json", "repetitions": 2}]}
-    blend.write_text(yaml.dump(kind | {"splits": splits}))
-    assert source(blend, photos.parent / "tokenizer").epoch_size("train") == 2 * 117
-    with pytest.raises(ValueError, match="pictures.json"):
-        blend.write_text(blend.read_text().replace("photos.json", "pictures.json"))
-        source(blend, photos.parent / "tokenizer")
 
 
 def test_a_large_file_is_surveyed_before(photos, monkeypatch, capsys):

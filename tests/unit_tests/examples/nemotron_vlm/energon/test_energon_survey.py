@@ -3,16 +3,12 @@
 """The survey: what it says of samples, of those that are left out, and what to train with."""
 
 import json
-import os
 import re
 import shlex
 import tarfile
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import yaml
@@ -22,14 +18,9 @@ from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.data.rows import COUNTED, Packing, Rows
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
 from examples.mimo.nemotron_vlm.energon.__main__ import main
-from examples.mimo.nemotron_vlm.energon.advice import advise
-from examples.mimo.nemotron_vlm.energon.images import Resizing
-from examples.mimo.nemotron_vlm.energon.survey import MEDIA, Survey, make_survey
 from examples.mimo.nemotron_vlm.model.names import IMAGES
-from examples.mimo.nemotron_vlm.model.patch_grids import PatchGrids
 from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.nemotron_vlm.planner.inputs import plan_of
-from tests.e2e.launch import LIMIT_S, forked, wait_until
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     CRUDE,
     ENCODERS,
@@ -58,11 +49,8 @@ def test_it_is_the_same_from_several_processes(digits, copied, tmp_path):
     ("kind", "more"),
     [
         ("digits", "--max-tiles 3 --disable-thumbnail"),
-        ("digits", "--dynamic-resolution"),
         ("digits", "--dynamic-resolution --dynamic-resolution-max-patches 64 --surveys {}"),
-        ("digits", "--dynamic-resolution --dynamic-resolution-min-patches 8"),
         ("omni", "--model tiny-omni --dynamic-resolution --video-target-num-patches 36"),
-        ("omni", "--model tiny-omni --dynamic-resolution --video-frames 2"),
         ("omni", "--model tiny-omni --dynamic-resolution --video-fps 1"),
     ],
 )
@@ -201,23 +189,6 @@ def test_samples_are_cut_if_their_media_and_an_answers_token_fit(digits, tmp_pat
     assert len(prints) == len(set(prints)) > 3, "what is cut elsewhere is other data"
 
 
-@pytest.mark.parametrize("large, share", [((48, 32), 1), ((120, 120), 0.75)])
-def test_it_says_how_many_images_its_own_bound_has_shrunk(large, share):
-    """The bound is 96 patches of 4 pixels, the size of 48 × 32."""
-    pixels = Resizing(PatchGrids(4, 2, 4, 96))
-    shapes = [(24, 20), (40, 24), (48, 32), large]
-    media, one = np.zeros(4, MEDIA), np.ones(4, np.int32)
-    media["size"] = [pixels.size_of(*shape) for shape in shapes]
-    media["own"] = [pixels.own_patches(*shape) for shape in shapes]
-    tokens = pixels.rows(media["size"]).astype(np.int32) + 3
-    found = Survey(0 * one, tokens, one, one.cumsum(), one, one, one, media, [], "")
-    of = SimpleNamespace(images=pixels, tokens_per_tile=1)
-    printed = "\n".join(advise(found, of, np.arange(4), Packing()))
-    assert re.search(rf"  96 +{share:.1%}", printed)
-    assert "-max-patches 96, which 99% of samples fit" in printed
-    assert printed.endswith(f"with which {share:.0%} of images keep their size")
-
-
 def test_it_recommends_a_length_and_tiles_and_says_what_others_leave_out(
     digits, surveyed, tmp_path
 ):
@@ -253,26 +224,3 @@ def test_it_is_what_the_planner_counts(omni_shards):
         assert max(kept) > 1.2 * np.mean(kept)  # rows differ
     with pytest.raises(UserError, match="99 images, .* sounds a row .* do not fit"):
         plan_of(Run.of([*line, "--plan-tiles", "99"], 1))
-
-
-class Endless:
-    """A data set whose only sample is never read; the file gets the process that reads it."""
-
-    shards, ends = [SimpleNamespace(name="shard", count=1)], [0, 1]
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def raw(self, _index: int):
-        (self.path / "partial").write_text(str(os.getpid()))
-        (self.path / "partial").rename(self.path / "reading")
-        time.sleep(600)
-
-
-def test_processes_of_a_survey_that_is_killed_end(tmp_path):
-    running = forked(make_survey, Endless(tmp_path), SimpleNamespace(settings={}), tmp_path, 1)
-    try:
-        wait_until((tmp_path / "reading").exists, LIMIT_S)
-    finally:
-        running.kill()
-    psutil.Process(int((tmp_path / "reading").read_text())).wait(LIMIT_S)
