@@ -56,18 +56,6 @@ def test_features_that_are_checked_for_fp8_are_those_of_its_layers():
     assert held["modality_submodules"] == {*counted.values()}
 
 
-def test_every_kind_of_layer_has_a_line(alone):
-    """An MLP too, which no preset has."""
-    printed = dry_run(read(["--dry-run", "--hybrid-layer-pattern", "M-G*E-"]))
-    for kind in ("Mamba-2", "gated delta nets", "attention", "MoE", "MLP"):
-        assert f"\nlanguage: {kind}" in printed
-
-
-def test_each_encoder_has_its_parameters(alone):
-    printed = dry_run(read(["--dry-run", "--model", "tiny-omni", "--data", "mock"]))
-    assert "\nsound encoder" in printed and "\nimages projector" in printed
-
-
 def test_the_stages_of_a_layout_hold_the_published_model_between_them(alone):
     """31.6 B in total and 3.6 B active (Nemotron-3-Nano-30B-A3B's model card). No GPU is needed for
     the 16; ep=8 divides 29.84 B of experts, no shared ones or routers. Encoder and projector have

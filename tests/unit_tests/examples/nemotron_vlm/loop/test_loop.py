@@ -13,19 +13,14 @@ from importlib.util import find_spec
 import numpy as np
 import psutil
 import pytest
-import torch
-import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.loop import forward_step
-from examples.mimo.nemotron_vlm.loop import run as program
 from examples.mimo.nemotron_vlm.loop.forward_step import (
-    count_exact,
     run_microbatch,
 )
 from examples.mimo.nemotron_vlm.model.encoders.sound import SoundEncoder
 from examples.mimo.nemotron_vlm.model.encoders.stage import EncoderStage
-from examples.mimo.pretrain_nemotron_vlm import ALONE
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.training.training import num_floating_point_operations
 from tests.unit_tests.examples.nemotron_vlm.loop.models import PACK
@@ -39,7 +34,7 @@ from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import (
     one_rank_trajectory,
     trajectory,
 )
-from tests.unit_tests.examples.nemotron_vlm.runs import FOUR_LAYERS, SHORT_RUN, trainer
+from tests.unit_tests.examples.nemotron_vlm.runs import FOUR_LAYERS, trainer
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 ONE_MICROBATCH = ("--micro-batch-size", "32")
@@ -91,14 +86,6 @@ class TestStep:
             signal.raise_signal(signal.SIGUSR1)
             signal.signal(signal.SIGUSR1, before)
         assert len(heard) == 1
-
-    def test_a_run_that_leaves_early_leaves_no_groups(self, monkeypatch):
-        """A signal gives a job some seconds; groups that end by themselves take theirs."""
-        Utils.destroy()
-        for name, value in ALONE.items():
-            monkeypatch.setenv(name, value)
-        program.run([*SHORT_RUN, *ONE_MICROBATCH, "--exit-interval", "2"])
-        assert not dist.is_initialized()
 
     def test_a_run_that_has_ended_leaves_no_model(self):
         """A model would keep its groups, and under gloo three threads for each."""
@@ -152,12 +139,6 @@ OMNI = (
 def test_the_throughput_counts_the_steps_own_samples_in_every_layout(layout, rows):
     """Every third step has no sound, so the steps differ."""
     _check_operations(*OMNI, *rows, "--encoder", "dp=2", "--language", layout)
-
-
-@pytest.mark.parametrize("rows", [ONE_MICROBATCH, PACK])
-@requires_world_size(1)
-def test_the_throughput_counts_the_steps_own_samples(rows):
-    _check_operations(*OMNI, *rows)
 
 
 def _check_operations(*options: str) -> None:
@@ -242,13 +223,3 @@ def test_a_slow_rank_is_named_within_ten_steps(monkeypatch, caplog):
     trajectory("--micro-batch-size", "16", "--log-straggler", "--log-interval", "10")
     named = [re.findall(r"MxRtt/Rnk: [\d.]+ms/(\d)", line) for line in caplog.messages]
     assert [name for name in named if name] == [["1"]] * (Utils.rank == 0)
-
-
-@requires_world_size(2)
-def test_a_sample_is_read_right_if_no_cp_rank_holds_a_wrong_token():
-    """The first rank counts the samples, and those that have an answer."""
-    Utils.initialize_distributed()
-    right, places = (([True, False], [0, 1]), ([True, True], [1, 2]))[Utils.rank]
-    given = torch.tensor(right, device=Utils.device), torch.tensor(places, device=Utils.device)
-    found = count_exact(*given, samples=4, cp_group=dist.group.WORLD)
-    assert found.tolist() == ([2, 3], [0, 0])[Utils.rank]

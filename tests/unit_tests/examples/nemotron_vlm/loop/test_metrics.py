@@ -20,7 +20,7 @@ from examples.mimo.nemotron_vlm.loop.forward_step import LOSS, TOKENS
 from examples.mimo.nemotron_vlm.loop.metrics import MetricsWriter, observed, read_metrics
 from examples.mimo.nemotron_vlm.loop.outputs import Log
 from examples.mimo.nemotron_vlm.loop.run import train
-from examples.mimo.nemotron_vlm.loop.terminal import beginning, ending
+from examples.mimo.nemotron_vlm.loop.terminal import ending
 from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.training import training
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import trajectory
@@ -159,31 +159,6 @@ class TestMetrics:
         expected = [{"step": 1, "loss": 3.25}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": 2.0}]
         assert read_metrics(path) == expected
         assert path.read_text().count('"step": 3') == 1  # the second run drops it
-
-
-SAVED = {"encoder": "dp=2", "language": "tp=2", "lr": 1e-3, "train_iters": 100}
-RUN = SAVED | {"load": "/saved", "finetune": False, "use_checkpoint_opt_param_scheduler": False}
-
-
-@pytest.mark.parametrize(
-    ("directory", "changed", "said"),
-    [
-        (None, {}, "a new run"),
-        ("/weights/iter_0000100", {}, "a new run, with the weights of /weights/iter_0000100"),
-        ("/saved/iter_0000100", {"finetune": True}, "a new run, with the weights of /saved/iter_"),
-        ("/saved/iter_0000100", {}, "going on after step 100 of 100, from /saved/iter_0000100"),
-        (
-            "/saved/iter_0000100",
-            {"encoder": "tp=2", "lr": 1e-4},
-            "\nanother layout: encoder dp=2 → tp=2; random states begin anew"
-            "\nanother schedule of learning rates: lr 0.001 → 0.0001",
-        ),
-    ],
-)
-def test_a_beginning_tells_where_the_run_stands(directory, changed, said):
-    found = beginning(Namespace(**RUN | changed), directory, Namespace(**SAVED))
-    assert said in found
-    assert ("another" in found) == ("another" in said)
 
 
 def test_an_ending_has_the_median_speed_without_the_first_step(tmp_path):

@@ -18,12 +18,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks
 from examples.mimo.nemotron_vlm.loop.resume_rules import check_resume
 from examples.mimo.nemotron_vlm.options.run import Run
 from megatron.core.dist_checkpointing import parallel_manifest, serialization
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.first_rank import failures, on_first_rank
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.training import checkpointing
 from megatron.training.checkpointing import get_checkpoint_tracker_filename as tracker_of
@@ -156,6 +153,22 @@ class TestFails:
             assert (REASON, "<class 'OSError'>")[place.name == "_write_item"] in said[0]
         dist.barrier()  # the first rank deletes the directory
 
+    @pytest.mark.parametrize("raised", [CheckpointException("w", {}), SystemExit(3)], ids=repr)
+    def test_by_any_class_of_error(self, raised, monkeypatch, shared_path):
+        """PyTorch's own is no `Exception`, and Megatron exits in places."""
+        write = parallel_manifest._write_manifest
+
+        def fails(*arguments):
+            if get_args().curr_iteration == 0:
+                raise raised
+            return write(*arguments)
+
+        monkeypatch.setattr(parallel_manifest, "_write_manifest", fails)
+        trajectory(*SAVES, str(shared_path), steps=2)
+        dist.barrier()
+        assert newest(shared_path) == 2 and not (shared_path / "iter_0000001").exists()
+        dist.barrier()
+
     @pytest.mark.parametrize(
         ("place", "ends"),
         [
@@ -181,54 +194,6 @@ class TestFails:
         names = ["iter_0000002", *[later.parent.name] * (not has_begun)]
         assert sorted(path.name for path in shared_path.glob("iter_*")) == names
         assert_whole(shared_path / "iter_0000002", ranks=2)
-        dist.barrier()
-
-
-KINDS = [OSError(28, "full"), ValueError("odd"), KeyError("name"), CheckpointException("w", {})]
-KINDS += [SystemExit(3), UnicodeDecodeError("utf-8", b"", 0, 1, "bad"), RecursionError()]
-
-
-def of(kinds: list[BaseException]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("raised", kinds, ids=lambda raised: type(raised).__name__)
-
-
-@requires_world_size(2)
-class TestAnErrorOfOneRankReachesAll:
-    """Whatever its class; PyTorch's own is no `Exception`, and Megatron exits in places."""
-
-    def raising(self, raised: BaseException) -> Callable[[], None]:
-        def act() -> None:
-            if Utils.rank == 0:
-                raise raised
-
-        return act
-
-    @of(KINDS)
-    def test_of_work_of_the_first_rank(self, raised):
-        Utils.initialize_distributed()
-        with pytest.raises(CheckpointingException) as caught:
-            on_first_rank(self.raising(raised))()
-        assert type(raised).__name__ in str(caught.value) or str(raised) == str(caught.value)
-        assert (0 in failures(self.raising(raised))) == (Utils.rank == 0)
-
-    @of(KINDS)
-    def test_of_work_of_all(self, raised):
-        Utils.initialize_distributed()
-        (error,) = on_all_ranks(self.raising(raised))[1]
-        assert error.startswith("rank 0: ") and len(error) > len("rank 0: ")
-
-    @of([CheckpointException("w", {}), SystemExit(3)])
-    def test_at_the_end_of_a_save(self, raised, monkeypatch, shared_path):
-        def fails(original: Callable, *arguments):
-            if get_args().curr_iteration == 0:
-                raise raised
-            return original(*arguments)
-
-        fault = functools.partial(fails, parallel_manifest._write_manifest)
-        monkeypatch.setattr(parallel_manifest, "_write_manifest", fault)
-        trajectory(*SAVES, str(shared_path), steps=2)
-        dist.barrier()
-        assert newest(shared_path) == 2 and not (shared_path / "iter_0000001").exists()
         dist.barrier()
 
 
