@@ -233,12 +233,6 @@ class TestReader:
         found = reader(wrong, None, SEQ_LENGTH)[one_take([[7]], [])]
         assert found.startswith("sample 7 of train has 0 tokens of images for")
 
-    def test_a_strip_has_as_many_digits_as_asked_for(self):
-        strips = DigitStrips(16, TOKENS_PER_TILE, SEQ_LENGTH, 0, digits=2)
-        assert strips.costs("train", 0, 20)[:, 1].tolist() == [2] * 20
-        assert len({tuple(strips.text("train", n).labels.tolist()) for n in range(20)}) > 9
-        assert strips.fingerprint != self.SOURCE.fingerprint
-
     def test_packed_samples_lie_end_to_end_and_each_begins_at_position_0(self):
         packing = Packing(window=8, multiple=8)
         batch = reader(self.SOURCE, packing, 64)[one_take([[3, 5]], [], [0], [0])]
