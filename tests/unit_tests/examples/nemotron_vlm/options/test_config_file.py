@@ -174,8 +174,3 @@ def test_help_all_has_megatrons_options_too(capsys):
         run(["--help-all"])
     said = capsys.readouterr().out
     assert not end.value.code and "--encoder-lr" in said and "--recompute-granularity" in said
-
-
-def test_sizes_that_no_dp_completes_are_told_so():
-    with pytest.raises(UserError, match=r"= 3 must divide the 16 ranks: 3·dp is never 16"):
-        Run.of(["--language", "tp=3"], 16)

@@ -27,9 +27,7 @@ from examples.mimo.pretrain_nemotron_vlm import ALONE, GPU_KERNELS, ROOT, share_
         ("--device cuda --bf16", True),
         ("", False),
         ("--device cpu", False),
-        ("--device", False),
         ("--dry-run --device cuda", False),
-        ("--device cuda --dry-run 8", False),
         ("--plan 64 --device=cuda", False),
     ],
 )
@@ -56,13 +54,8 @@ CONNECTIONS, LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
 
 STARTS = [
     ("", {CONNECTIONS: "1"}),
-    ("--language tp=2,pp=2", {CONNECTIONS: "1"}),
     ("--language pp=2 --cuda-graph-impl local", {CONNECTIONS: "8", LOADING: "EAGER"}),
     ("--language=pp=2,cp=2 --cuda-graph-impl=local", {CONNECTIONS: "1", LOADING: "EAGER"}),
-    (
-        "--context-parallel-size 2 --cuda-graph-impl local --bf16",
-        {CONNECTIONS: "1", LOADING: "EAGER"},
-    ),
     ("--cuda-graph-impl local", {CONNECTIONS: "8", LOADING: "EAGER"}),
     ("--cuda-graph-impl local --language planned", {CONNECTIONS: "1", LOADING: "EAGER"}),
 ]
