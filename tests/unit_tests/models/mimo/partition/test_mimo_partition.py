@@ -202,15 +202,6 @@ class TestTokensOfMultiTokenPrediction:
             assert torch.equal(found["input_ids"], IDS[:, own])
             assert found["loss_mask"].tolist() == [[[1, 0, 0, 0, 1, 0, 1, 0][i] for i in own]]
 
-    def test_other_stages_and_evaluation_look_up_no_tokens(self):
-        places = torch.arange(8)[None]
-        assert (
-            token_arguments(model_of(None, mtp=False), IDS, places, PREDICTED)["input_ids"] is None
-        )
-        with torch.no_grad():
-            found = token_arguments(model_of(None), IDS, places, PREDICTED)
-        assert found == {"input_ids": None, "position_ids": places}
-
     def test_padded_samples_are_refused(self):
         with pytest.raises(ValueError, match="has to pad"):
             token_arguments(model_of(adapter_of(4, 1)), IDS[:, :7], None, PREDICTED[:, :7])

@@ -7,16 +7,13 @@ import gc
 import weakref
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from megatron.core import parallel_state
 from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.token_layout import pad_lengths
-from megatron.core.transformer.colocated_graphs import BackwardGraph, modules_alone, of_one_shape
+from megatron.core.transformer.colocated_graphs import modules_alone, of_one_shape
 from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.models.mimo.one_step import arguments
 from tests.unit_tests.test_utilities import Utils, requires_world_size
@@ -66,25 +63,6 @@ class TestRecording:
         for step in first, found:
             assert step[-2:] == ["final", "captured"] and set(step[:-2]) == {False}
 
-    def test_ends_in_captures_beside_which_other_threads_may_allocate(self, monkeypatch):
-        begun, (kind,) = [], BackwardGraph.__bases__
-        note = lambda _, *pool, **settings: begun.append((pool, settings))  # noqa: E731
-        monkeypatch.setattr(kind, "capture_begin", note, raising=False)
-        graph = object.__new__(BackwardGraph)  # PyTorch makes none without a GPU
-        graph.capture_begin(1, capture_error_mode="global")
-        assert begun == [((1,), {"capture_error_mode": "thread_local"})]
-
-    def test_is_not_done_in_an_evaluation(self):
-        class Doubling(MegatronModule):
-            def forward(self, value, *, add):
-                return 2 * value + add
-
-        module = Doubling(TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1))
-        with modules_alone.on():
-            assert make_manager()(module, (3,), {"add": 1}) == 7
-            assert make_manager(lambda value: value + 5)(module, (3,), {}) == 8
-
-
 class TestPackedRows:
     def test_have_one_shape(self):
         rows = [pad_lengths(each, 1).packed_seq_params("cpu") for each in ((8,), (3, 5), (4, 2, 2))]
@@ -102,16 +80,6 @@ class TestPackedRows:
         monkeypatch.setattr(parallel_state, "is_initialized", lambda: True)
         given = {"packed_seq_params": pad_lengths((3, 5), 1).packed_seq_params("cpu")}
         assert of_one_shape(given) is given
-
-    def test_are_what_a_captured_module_sees(self):
-        manager, seen = make_manager(), []
-        manager.get_cudagraph_runner = lambda _, __, arguments, *___: seen.append(arguments)
-        row = pad_lengths((3, 5), 1).packed_seq_params("cpu")
-        manager._inline_capture = False
-        with pytest.raises(AttributeError, match="record_graph_capture"):  # there is no runner
-            manager(None, (), {"packed_seq_params": row})
-        assert seen[0]["packed_seq_params"].cu_seqlens_q is None
-
 
 class TestTeardown:
     def test_deletes_graphs_before_groups(self):
