@@ -18,7 +18,6 @@ import pytest
 
 from examples.mimo.nemotron_vlm.loop.metrics import read_metrics
 from tests.e2e.launch import kill, wait_until
-from tests.e2e.test_asynchronous_saves import lives
 from tests.e2e.test_faults import assert_whole, newest
 from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE, TOLERANCE
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import apart
@@ -34,6 +33,13 @@ OPTIONS = (
 
 LIMIT_S = 400
 """Time limit of a run, on GPUs that others use as well."""
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Run:
