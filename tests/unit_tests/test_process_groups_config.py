@@ -169,12 +169,6 @@ class TestFields:
 
 
 class TestGroupCount:
-    def test_dims_of_size_one_share_one_group_of_each_rank(self):
-        with RecordedGroups(0) as recorded:
-            groups = groups_from_grid(make_grid(tp=2, dp=4, expert=[1, 4, 2]))
-        assert groups["cp"] is groups["pp"] is groups["expt_tp"] is groups["embd"]
-        assert recorded.enumerations.count([]) == 1
-
     def test_fields_of_equal_ranks_share_a_group_but_not_with_gradients_nor_experts(self):
         with RecordedGroups(0):
             groups = groups_from_grid(make_grid(tp=2, dp=4, expert=[1, 2, 4]))
@@ -184,18 +178,6 @@ class TestGroupCount:
         assert groups["dp"] == groups["dp_cp"] == groups["expt_dp"] == [0, 2, 4, 6]
         assert len({id(groups[field]) for field in ("dp", "dp_cp", "expt_dp")}) == 3
         assert groups["ep"] == groups["tp"] and groups["ep"] is not groups["tp"]
-
-    @pytest.mark.parametrize("world, calls", [(64, 264), (256, 846), (1024, 3174)])
-    def test_calls_of_a_colocated_pair(self, world, calls, monkeypatch):
-        """Calls for the grids of encoder and language model, on any rank: most are tp and cp."""
-        monkeypatch.setenv("WORLD_SIZE", str(world))
-        for rank in (0, world // 3, world - 1):
-            with RecordedGroups(rank) as recorded:
-                groups_from_grid(make_grid(tp=2, dp=world // 2, expert=[2, 1, world // 2]))
-                groups_from_grid(
-                    make_grid(tp=2, cp=2, dp=world // 16, pp=4, expert=[1, 8, world // 32])
-                )
-            assert recorded.calls == calls
 
     def test_a_second_call_makes_no_group_and_destroy_frees_what_a_failure_left(self):
         with RecordedGroups(0) as recorded:

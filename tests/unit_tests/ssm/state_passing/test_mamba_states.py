@@ -78,7 +78,7 @@ def test_a_chunk_that_forgets_all_leaves_the_others_exact():
 
 
 @pytest.mark.parametrize("is_zigzag", [False, True])
-@pytest.mark.parametrize("samples", [(24,), (24, 24), (8, 32, 8), (16, 8, 24), (12, 12)])
+@pytest.mark.parametrize("samples", [(24,), (8, 32, 8), (12, 12)])
 @pytest.mark.parametrize("cp_size", [2, 3])
 def test_a_state_goes_through_the_links_as_over_ranks(samples, cp_size, is_zigzag):
     torch.manual_seed(1)

@@ -243,29 +243,6 @@ def test_fused_permutations_leave_anything_in_the_rows_after_the_experts(groups_
     torch.testing.assert_close(results(own, padding), expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"moe_token_dispatcher_type": "alltoall"},
-        {"moe_grouped_gemm": False},
-        {"add_bias_linear": True},
-        {"gated_linear_unit": True},
-        {"moe_expert_capacity_factor": 1.0},
-        {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
-    ],
-    ids=str,
-)
-def test_what_grouped_gemms_do_not_compute_has_upstreams_dispatchers(options):
-    assert counts_stay_on_device(config_of(**ON_DEVICE))
-    assert not counts_stay_on_device(config_of(**ON_DEVICE | options))
-
-
-def test_weight_gradients_that_wait_have_upstreams_dispatchers():
-    config = config_of(**ON_DEVICE)
-    config.overlap_dispatch_backward_with_experts_wgrad = True  # needs Transformer Engine
-    assert not counts_stay_on_device(config)
-
-
 def experts_of(groups: ProcessGroupCollection, **options) -> GroupedExperts:
     layers = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     experts = GroupedExperts(
