@@ -166,14 +166,6 @@ def test_an_evaluation_asks_about_each_sample(trained, capsys, tmp_path):
         assert html.escape(answer) in shown[place : shown.index("</section>", place)]
 
 
-def test_a_terminal_asks_again(trained, capsys, monkeypatch):
-    *media, _, question = next(iter(trained.asked.values()))
-    lines = iter([question, "read", ""])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    monkeypatch.setattr(Chat, "words", lambda self, tokens: "read")
-    assert answers(capsys, trained.path / "saved", [media]) == ["read", "read"]
-
-
 def test_a_run_may_have_other_sizes_than_its_preset(tmp_path):
     sizes = ("--model", "tiny", "--hybrid-layer-pattern", "ME*E", "--moe-ffn-hidden-size", "32")
     with trainer(*BATCH, *sizes, "--seq-length", str(LENGTH)) as run:

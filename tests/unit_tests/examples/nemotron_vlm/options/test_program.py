@@ -10,7 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 from torch.distributed import DistBackendError, rendezvous
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -18,7 +17,7 @@ from examples.mimo.common import errors
 from examples.mimo.common.errors import UserError, end_rank
 from examples.mimo.common.launch import launch
 from examples.mimo.nemotron_vlm.options.environment import at_start
-from examples.mimo.pretrain_nemotron_vlm import ALONE, GPU_KERNELS, ROOT, share_gpus
+from examples.mimo.pretrain_nemotron_vlm import ALONE, GPU_KERNELS, ROOT
 
 
 @pytest.mark.parametrize(
@@ -33,14 +32,6 @@ from examples.mimo.pretrain_nemotron_vlm import ALONE, GPU_KERNELS, ROOT, share_
 )
 def test_only_training_on_gpus_sees_them(line, uses):
     assert at_start(line.split())[0] is uses
-
-
-@pytest.mark.parametrize(("gpus", "local_rank"), [(4, "1"), (1, "0"), (0, "5")])
-def test_ranks_share_the_gpus_of_a_host_that_has_fewer(gpus, local_rank, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "5")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    share_gpus()
-    assert os.environ["LOCAL_RANK"] == local_rank
 
 
 def test_a_process_alone_waits_for_no_store_of_an_agent(monkeypatch):

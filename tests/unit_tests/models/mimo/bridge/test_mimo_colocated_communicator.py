@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.models.mimo.bridge.plan import AtomRows
-from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.comm.colocated_communicator import (
     ColocatedBridgeCommunicator,
     SliceInfo,
@@ -136,23 +135,6 @@ class TestGatherGroups:
             gathering = list(itertools.chain(*gather_groups(topology)))
             expected = divides(topology) and topology.src_dp != topology.dest_dp
             assert sorted(gathering) == (list(range(world)) if expected else [])
-
-    @pytest.mark.parametrize(
-        ("source", "destination", "groups"),
-        [
-            (dict(tp=2, dp=4), dict(tp=2, cp=2, dp=2), [[0, 2], [1, 3], [4, 6], [5, 7]]),
-            (dict(tp=8, dp=1), dict(cp=2, pp=2, dp=2), [[0, 2], [4, 6], [1, 3], [5, 7]]),
-            (dict(tp=1, dp=8), dict(cp=2, pp=2, dp=2), [[0, 1, 4, 5], [2, 3, 6, 7]]),
-        ],
-        ids=str,
-    )
-    def test_a_rank_offset_shifts_them(self, source, destination, groups):
-        for offset in (0, 4):
-            found = gather_groups(
-                bridge_topology(grid_of(offset, **source), grid_of(offset, **destination))
-            )
-            assert found == [[offset + rank for rank in group] for group in groups]
-
 
 @requires_world_size(8)
 class TestInterface:
