@@ -1,12 +1,16 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU cases can be imported where there is no GPU: a moved name must not wait for one."""
+"""The GPU cases can be imported where there is no GPU: a moved name must not wait for one. Without
+a library that they need, their run ends at once.
+"""
 
+import os
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from tests.gpu import run
 from tests.unit_tests.test_utilities import requires_world_size
 
 CASES = sorted(Path(__file__).parents[1].joinpath("gpu").glob("*.py"))
@@ -17,3 +21,13 @@ SCRIPTS = ("conftest", "upstream_script")
 @pytest.mark.parametrize("name", [path.stem for path in CASES if path.stem not in SCRIPTS])
 def test_cases_can_be_imported(name):
     assert import_module(f"tests.gpu.{name}")
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize("error", ["", "OSError: no lib.so"], ids=["all", "broken"])
+def test_a_library_that_cannot_be_imported_is_named(error, tmp_path, monkeypatch):
+    code = "raise OSError('no\\nlib.so')" if error else ""
+    (tmp_path / "kernels_of_a_test.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    wanted = f"kernels_of_a_test: {error}" if error else ""
+    assert run.lacking(["json", "kernels_of_a_test"]) == wanted
