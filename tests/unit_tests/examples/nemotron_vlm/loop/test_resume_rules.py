@@ -31,12 +31,6 @@ def test_the_same_settings_go_on(args):
     check_resume(args, saved_with(args, **dict.fromkeys(FREE_BY_NAME.split(), "other")))
 
 
-def test_a_run_from_before_sizes_were_saved_goes_on(args):
-    saved = saved_with(args)
-    del saved.encoder_sizes
-    check_resume(args, saved)
-
-
 def test_each_setting_of_layers_is_compared(args):
     compared = [name for name in MODEL if hasattr(args, name) and not FREE.fullmatch(name)]
     assert {"moe_router_num_groups", "moe_router_pre_softmax", "rotary_interleaved"} <= {*compared}
