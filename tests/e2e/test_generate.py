@@ -166,15 +166,6 @@ def test_an_evaluation_asks_about_each_sample(trained, capsys, tmp_path):
         assert html.escape(answer) in shown[place : shown.index("</section>", place)]
 
 
-def test_a_run_may_have_other_sizes_than_its_preset(tmp_path):
-    sizes = ("--model", "tiny", "--hybrid-layer-pattern", "ME*E", "--moe-ffn-hidden-size", "32")
-    with trainer(*BATCH, *sizes, "--seq-length", str(LENGTH)) as run:
-        run.save(tmp_path / "saved")
-    Utils.destroy()
-    converted = generate.converted(tmp_path / "saved", None)
-    assert_verified(tmp_path / "saved", converted, "text image")
-
-
 @pytest.mark.parametrize("template", [None, CHATML, {"default": CHATML, "tool_use": "{{ tools }}"}])
 def test_an_export_asks_by_the_template_that_trained(tmp_path, template):
     given, out = shards.byte_tokenizer(tmp_path / "given", template, ["<image>"]), tmp_path / "out"
