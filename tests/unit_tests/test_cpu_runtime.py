@@ -63,6 +63,7 @@ class TestDevices:
             assert torch.is_autocast_enabled("cuda")
             assert (x @ x).dtype == torch.bfloat16
 
+
 class TestCudaCalls:
     @pytest.mark.parametrize(
         ("call", "name"),
@@ -102,6 +103,7 @@ class TestCudaCalls:
             assert torch.cuda.current_stream() is side
         assert torch.cuda.current_device() == device
         assert torch.cuda.current_stream() is stream
+
 
 class TestPytorchInternals:
     def test_checkpointing_replays_dropout(self):
@@ -189,6 +191,7 @@ class TestInstall:
             "assert random.device_ctx_manager is torch.cuda.device\n"
             "assert jit.jit_fuser is torch.compile\n"
         )
+
 
 def test_gloo_takes_the_interface_that_is_named(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere")

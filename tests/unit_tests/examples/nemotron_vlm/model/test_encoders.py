@@ -89,6 +89,7 @@ class TestOptions:
         with pytest.raises(UserError, match="sound needs transformers: pip install"):
             parsed("")
 
+
 @requires_world_size(1)
 @pytest.mark.parametrize(
     ("options", "still"),

@@ -46,6 +46,7 @@ class TestGradientFlow:
             for gradient in torch.autograd.grad(rows.sum(), [*vision.parameters()]):
                 assert not gradient.any()
 
+
 @requires_world_size(1)
 def test_packed_samples_train_as_samples_one_by_one():
     """The first window is packed into rows, and also laid out with a row for each sample.

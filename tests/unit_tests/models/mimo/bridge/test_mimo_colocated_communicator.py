@@ -136,6 +136,7 @@ class TestGatherGroups:
             expected = divides(topology) and topology.src_dp != topology.dest_dp
             assert sorted(gathering) == (list(range(world)) if expected else [])
 
+
 @requires_world_size(8)
 class TestInterface:
     def test_the_batch_may_be_any_dim(self, make_bridge):

@@ -63,6 +63,7 @@ class TestRecording:
         for step in first, found:
             assert step[-2:] == ["final", "captured"] and set(step[:-2]) == {False}
 
+
 class TestPackedRows:
     def test_have_one_shape(self):
         rows = [pad_lengths(each, 1).packed_seq_params("cpu") for each in ((8,), (3, 5), (4, 2, 2))]
@@ -80,6 +81,7 @@ class TestPackedRows:
         monkeypatch.setattr(parallel_state, "is_initialized", lambda: True)
         given = {"packed_seq_params": pad_lengths((3, 5), 1).packed_seq_params("cpu")}
         assert of_one_shape(given) is given
+
 
 class TestTeardown:
     def test_deletes_graphs_before_groups(self):

@@ -97,6 +97,7 @@ class TestLayouts:
         with run_of(ON_DP, load=shared_path) as run:
             assert losses(run, AFTER) == pytest.approx(uninterrupted, rel=TOLERANCE)
 
+
 class Touch:
     """An object that makes a file when it is unpickled."""
 
