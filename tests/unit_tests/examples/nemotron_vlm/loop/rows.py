@@ -136,6 +136,7 @@ ON_CPUS = {
     "recurrent layers": [
         Row(4, "tiny-gdn", "tp=2", "cp=4,dp=1,ep=2", CONTIGUOUS),
         Row(4, "tiny-gdn", "tp=2", "cp=2,pp=2,vpp=2,dp=1", (*CONTIGUOUS, *FULL)),
+        Row(4, "tiny-gdn", "tp=2", "cp=4,dp=1,ep=2", ZIGZAG),
         Row(4, "packed", "dp=4", "cp=2,dp=2,ep=2", ZIGZAG),
     ],
     "packed rows": [
