@@ -75,7 +75,7 @@ OF_MEGATRON = [
         "--use-precision-aware-optimizer",
         lambda r: (
             _lacks(r, "--use-precision-aware-optimizer", "transformer_engine")
-            and not (r.args.optimizer_cpu_offload or _only_predicts(r))
+            and not _only_predicts(r)
         ),
         "Transformer Engine, whose Adam it takes, is not installed",
         example=None,
@@ -161,8 +161,9 @@ OF_MEGATRON = [
     ),
     refused(
         "--optimizer-cpu-offload with --async-save",
-        "training would change the state on the host while it is written",
-        example=f"{LOCAL} --optimizer-cpu-offload --use-precision-aware-optimizer --async-save",
+        "the host would have the state once more until it is written",
+        example=f"{LOCAL} --optimizer-cpu-offload --use-precision-aware-optimizer --async-save "
+        "--dry-run 1",
     ),
     Rule(
         "--exit-signal SIGTERM with --async-save",

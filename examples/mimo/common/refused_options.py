@@ -34,6 +34,9 @@ WHEREVER_SET = {
     "it asks a scheduler of NVIDIA's own cluster": "--adlr-autoresume",
     "it looks for the layers of one model": """
         --moe-expert-rank-capacity-factor --moe-paged-stash""",
+    "--optimizer-cpu-offload keeps Adam's state on the host, and steps on the GPU": """
+        --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads
+        --no-pin-cpu-params""",
     "the norm of all modules' gradients is read on the host in each step": "--optimizer-cuda-graph",
     "it exchanges tokens in Megatron's own TP group, not its module's": """
         --use-grouped-gemm-for-shared-expert""",

@@ -179,11 +179,11 @@ def _check_data(args: Namespace, saved: Namespace) -> None:
 def _has_half_weights(saved: Namespace) -> bool:
     """Return whether master weights are what bf16 weights lack, which PyTorch would load as them.
 
-    Runs of this version save whole ones, and say so in ``store_param_remainders``.
+    Runs that have ``store_param_remainders`` among their arguments save whole ones.
     """
     is_aware = getattr(saved, "use_precision_aware_optimizer", False)
     is_aware = is_aware and not saved.optimizer_cpu_offload
-    in_bf16 = getattr(saved, "bf16", False) and getattr(saved, "store_param_remainders", True)
+    in_bf16 = getattr(saved, "bf16", False) and not hasattr(saved, "store_param_remainders")
     return bool(is_aware and in_bf16 and saved.main_params_dtype == torch.float32)
 
 

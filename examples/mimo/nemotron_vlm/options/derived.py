@@ -34,7 +34,7 @@ def complete(args: Namespace, preset: VLMPreset) -> None:
 
     if args.use_checkpoint_opt_param_scheduler:
         args.override_opt_param_scheduler = False  # Megatron refuses both together
-    args.store_param_remainders = False  # any run can load whole master weights
+    args.store_param_remainders = True  # checkpoints have whole master weights, and say so by this
     args.token_ids = {each.name: each.token for each in preset.encoders}  # data may have others
     args.encoder_sizes = {each.name: asdict(each) for each in preset.encoders}  # for checkpoints
     args.language_std = args.init_method_std  # None: each matrix's follows from its inputs

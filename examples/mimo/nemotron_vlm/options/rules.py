@@ -10,7 +10,6 @@ from examples.mimo.common.layout_rules import main_layers
 from examples.mimo.common.megatron_rules import OF_MEGATRON
 from examples.mimo.common.refused_options import FAMILIES
 from examples.mimo.common.rules import ON_ENGINE, Rule, not_local, refused
-from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE
 from examples.mimo.nemotron_vlm.options.derived import graphs_overlap, lacking_for_flash
 from examples.mimo.nemotron_vlm.options.fp8_rules import OF_FP8
 from examples.mimo.nemotron_vlm.options.graph_rules import FP8, MTP, OF_GRAPHS, depths
@@ -31,13 +30,6 @@ def _is_unaligned(run: Any) -> bool:
     heads, groups = args.mamba_num_heads, args.mamba_num_groups
     row = heads + 2 * heads * args.mamba_head_dim + 2 * groups * args.mamba_state_dim
     return row // max(1, language.tp) % 8 != 0
-
-
-def _trains_in_fp32(run: Any) -> bool:
-    """Tell whether weights in fp32 are trained: all without 16 bits, else Mamba-2's A and D."""
-    is_trained = LANGUAGE not in run.parts.frozen
-    in_16_bits = run.args.bf16 or run.args.fp16
-    return not in_16_bits or (is_trained and "M" in run.args.hybrid_layer_pattern)
 
 
 OF_OWN_OPTIONS = [
@@ -95,13 +87,6 @@ OF_OWN_OPTIONS = [
         example=f"{ON_ENGINE} --bf16 --pack --mamba-num-heads 12",
     ),
     not_local("--attention-dropout", "--attention-dropout 0.1"),
-    Rule(
-        "--optimizer-cpu-offload of weights in fp32",
-        lambda r: r.args.optimizer_cpu_offload and _trains_in_fp32(r),
-        "Megatron's optimizer on the host takes none; Mamba-2 has some in 16 bits, too",
-        "freeze the language model, or train adapters of it",
-        f"{ON_ENGINE} --bf16 --optimizer-cpu-offload --use-precision-aware-optimizer",
-    ),
     Rule(
         "--num-layers of another number than --hybrid-layer-pattern",
         lambda r: (

@@ -84,7 +84,7 @@ def wait_for_deletions() -> None:
         ("--save saved --exit-signal-handler", "", False),
         (
             "--save saved --optimizer-cpu-offload --use-precision-aware-optimizer --bf16 "
-            "--freeze language",
+            "--dry-run 1",
             "",
             False,
         ),

@@ -64,7 +64,7 @@ VALUES = {
     "--moe-router-score-function": "softmax --no-moe-router-enable-expert-bias",
     "--mtp-num-layers": "1 --hybrid-layer-pattern MEM*|MEM*/E*",
     "--no-rope-freq": "2",
-    "--optimizer-cpu-offload": "--use-precision-aware-optimizer --bf16 --freeze language",
+    "--optimizer-cpu-offload": "--use-precision-aware-optimizer --bf16",
     "--overlap-p2p-communication-warmup-flush": f"--language {LAYOUT},vpp=2",
     "--quick-geglu": "--no-squared-relu",
     "--recompute-granularity": "full --recompute-method uniform",

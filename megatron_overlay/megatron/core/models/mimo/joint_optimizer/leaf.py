@@ -4,24 +4,30 @@
 
 Upstream slices DDP's buffers for each parameter at each step, and copies weights one by one, while
 the device waits for the host. The buffers stay where they are, so the first step notes the slices,
-and later steps use them. Transformer Engine's FusedAdam makes fp32 copies of 16-bit state for all
-parameters of a group before it steps the first: of two moments 8 bytes a parameter, more than fp32
-moments would add. So it steps some parameters at a time.
+and later steps use them.
+
+The precision-aware optimizer's state may lie on the host, and keep 16 bits of each master weight.
+Checkpoints have whole master weights, so that any run can load them. Each parameter's state goes to
+the host alone: Transformer Engine's ``state_dict`` and ``load_state_dict`` would make fp32 copies of
+all state on the device at once.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensorFactory
 from megatron.core.models.mimo.joint_optimizer.gradients import gradient_name, gradients_of
+from megatron.core.models.mimo.joint_optimizer.remainders import split_masters, whole_masters
 from megatron.core.models.mimo.joint_optimizer.shards import param_state
+from megatron.core.models.mimo.joint_optimizer.steps_in_parts import StepsInParts
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-MOST = 2**27
-"""Elements of a part: 1 GiB of copies of two moments."""
+MOST = 2**30
+"""Bytes of a part's state: allocations of pinned memory are rounded up to powers of two."""
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Destinations and sources."""
@@ -61,16 +67,97 @@ class LeafOptimizer(DistributedOptimizer):
         for destinations, sources in self._weights:
             torch._foreach_copy_(destinations, sources)
 
+    @cached_property
+    def _in_parts(self) -> StepsInParts:
+        """The optimizer, in parts; their parameters are those of the first step, save or load."""
+        config = self.config
+        kept = config.exp_avg_dtype.itemsize + config.exp_avg_sq_dtype.itemsize
+        if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            in_halves = config.bf16 and self.optimizer.store_param_remainders
+            kept += 2 if in_halves else config.main_params_dtype.itemsize
+        return StepsInParts(self.optimizer, MOST // kept, config.optimizer_offload_fraction)
+
     def step_with_ready_grads(self) -> bool:
-        """Step, in parts unless all state is fp32; return True."""
+        """Step, in parts if state is on the host or not fp32; return True."""
         config, inner = self.config, self.optimizer
         types = {config.main_params_dtype, config.exp_avg_dtype, config.exp_avg_sq_dtype}
-        if types != {torch.float32} and not config.optimizer_cpu_offload:
-            self.optimizer = StepsInParts(inner, MOST)
+        if types != {torch.float32} or config.optimizer_offload_fraction:
+            self.optimizer = self._in_parts
         try:
             return super().step_with_ready_grads()
         finally:
             self.optimizer = inner
+
+    def _init_optimizer_states_with_dummy_values(self) -> None:
+        if self.config.use_precision_aware_optimizer:
+            self._in_parts.allocate()
+        else:
+            super()._init_optimizer_states_with_dummy_values()
+
+    @contextmanager
+    def _without_state(self) -> Iterator[None]:
+        """Hide the state from Transformer Engine's methods inside the block."""
+        state = self.optimizer.state
+        self.optimizer.state = {"hidden": {}}  # Megatron would allocate it if it were empty
+        try:
+            yield
+        finally:
+            self.optimizer.state = state
+
+    def state_dict(self) -> dict:
+        """Return the settings of parameter groups and the loss scale."""
+        if not self.config.use_precision_aware_optimizer:
+            return super().state_dict()
+        with self._without_state():
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load what `state_dict` returns, and the parameters' state if it is there."""
+        if not self.config.use_precision_aware_optimizer:
+            super().load_state_dict(state_dict)
+            return
+        settings = {**state_dict}
+        parameters = settings.pop("param_state", None)
+        with self._without_state():
+            super().load_state_dict(settings)
+        self._in_parts.allocate()
+        if parameters is not None:
+            self.load_parameter_state_from_fs_model_space(parameters)
+
+    def _stepped(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """Return the shard of a parameter that the optimizer steps."""
+        group, place = self.model_param_group_index_map[param]
+        return self.optimizer.param_groups[group]["params"][place]
+
+    def _get_main_param_and_optimizer_states(
+        self, model_param: torch.nn.Parameter
+    ) -> dict[str, torch.Tensor]:
+        if not self.config.use_precision_aware_optimizer:
+            return super()._get_main_param_and_optimizer_states(model_param)
+        stepped = self._stepped(model_param)
+        with self._in_parts.on_device(stepped):
+            found = super()._get_main_param_and_optimizer_states(model_param)
+            if found["param"].dtype == torch.int16:
+                found["param"] = whole_masters(stepped, found["param"])
+            return {
+                kind: tensor.to("cpu", _type_in_files(self._get_state_key_dtype(kind)))
+                for kind, tensor in found.items()
+            }
+
+    def _set_main_param_and_optimizer_states(
+        self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
+    ) -> None:
+        if not self.config.use_precision_aware_optimizer:
+            super()._set_main_param_and_optimizer_states(model_param, tensors)
+            return
+        stepped = self._stepped(model_param)
+        tensors = {kind: tensor.to(stepped.device, torch.float32) for kind, tensor in tensors.items()}
+        master = self.optimizer.state[stepped].get("master_param")
+        if master is not None and master.dtype == torch.int16:
+            weights, tensors["param"] = split_masters(tensors["param"])
+            stepped.copy_(weights)
+        with self._in_parts.on_device(stepped):
+            super()._set_main_param_and_optimizer_states(model_param, tensors)
 
     def sharded_param_state_fs_model_space(
         self,
@@ -85,44 +172,9 @@ class LeafOptimizer(DistributedOptimizer):
         return param_state(self, model_sharded_state_dict, is_loading)
 
 
-class StepsInParts:
-    """An optimizer that steps parts of its groups one after the other.
-
-    A part has at most ``most`` elements, or one parameter. All parts of a group have the group's
-    settings and number of steps.
-    """
-
-    def __init__(self, inner: torch.optim.Optimizer, most: int) -> None:
-        self._inner, self._most = inner, most
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def step(self) -> None:
-        """Step all parts."""
-        groups = self._inner.param_groups
-        try:
-            for group in groups:
-                part = group
-                for parameters in _parts(group["params"], self._most):
-                    part = {**group, "params": parameters}
-                    self._inner.param_groups = [part]
-                    self._inner.step()
-                group |= {**part, "params": group["params"]}
-        finally:
-            self._inner.param_groups = groups
-
-
-def _parts(parameters: list[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
-    part, size = [], 0
-    for parameter in parameters:
-        if part and size + parameter.numel() > most:
-            yield part
-            part, size = [], 0
-        part.append(parameter)
-        size += parameter.numel()
-    if part:
-        yield part
+def _type_in_files(kept: torch.dtype) -> torch.dtype:
+    """Return the type in files of state that is kept in another one: fp32 if it has a scale."""
+    return torch.bfloat16 if kept == torch.bfloat16 else torch.float32
 
 
 def _by_type(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Copies]:

@@ -9,6 +9,7 @@ alike, and step or skip alike.
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Sequence
@@ -302,6 +303,9 @@ def _module_optimizer(
     """
     if not isinstance(stages[0], DistributedDataParallel):
         return None
+    config = copy.copy(config)
+    config.optimizer_offload_fraction *= config.optimizer_cpu_offload
+    config.optimizer_cpu_offload = False  # LeafOptimizer's state is on the host, not the steps
     optimizer = get_megatron_optimizer(
         config,
         stages,

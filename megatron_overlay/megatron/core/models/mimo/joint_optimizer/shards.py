@@ -110,9 +110,10 @@ def param_state(
         flats = optimizer._get_main_param_and_optimizer_states(param)
         group, place = optimizer.model_param_group_index_map[param]
         stepped = optimizer.optimizer.param_groups[group]["params"][place]
-        if stepped.dtype == torch.float32:
-            flats["param"] = stepped  # Transformer Engine's own copy keeps its first value
         part, device = ranges["param"], flats["param"].device
+        if stepped.dtype == torch.float32:
+            # Transformer Engine's own copy keeps its first value.
+            flats["param"] = stepped.to(device)
         placed = list(_placed(view, part.start, part.end, device))
         state[number] = {
             kind: _factory(placed, f"optimizer.state.{kind}", flat, replica, is_loading)

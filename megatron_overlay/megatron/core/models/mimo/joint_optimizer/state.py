@@ -130,7 +130,8 @@ def restore_common_state(
         if part.get("param_state_sharding_type") == GATHERED:  # files of both formats are the same
             part["param_state_sharding_type"] = MODEL_SPACE
         if groups is not None:
-            current = leaf.optimizer.state_dict()["param_groups"]
+            # Transformer Engine's method would make fp32 copies of all state, too.
+            current = torch.optim.Optimizer.state_dict(leaf.optimizer)["param_groups"]
             restored = _restored(name, groups, current, takes_rates)
             part.setdefault("optimizer", {})["param_groups"] = restored
             for group, loaded in zip(leaf.optimizer.param_groups, restored, strict=True):
