@@ -26,7 +26,12 @@ from examples.mimo.nemotron_vlm.planner import parameters as params
 from examples.mimo.nemotron_vlm.planner.inputs import Inputs, plan_of, tiles_of
 from examples.mimo.nemotron_vlm.planner.layers import language_layer
 from examples.mimo.nemotron_vlm.planner.machine import Group, find_machine, groups_of
-from examples.mimo.nemotron_vlm.planner.memory import memory_of, most_in_flight, peak
+from examples.mimo.nemotron_vlm.planner.memory import (
+    host_memory_of,
+    memory_of,
+    most_in_flight,
+    peak,
+)
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Task, stages_of_pipeline
 from examples.mimo.nemotron_vlm.planner.search import candidates, search
 from examples.mimo.nemotron_vlm.planner.step_time import seconds, step_time
@@ -244,17 +249,21 @@ class TestSearch:
 
 
 PRECISE = "--use-precision-aware-optimizer"
-OFFLOAD = f"{PRECISE} --optimizer-cpu-offload --hybrid-layer-pattern *E*E"  # without Mamba-2
+OFFLOAD = f"{PRECISE} --optimizer-cpu-offload"
 
 
 @pytest.mark.parametrize(
-    "options, state",
+    ("options", "state"),
     [
-        ("", (4, 12)),
-        ("--grad-reduce-in-bf16", (2, 12)),
-        (f"{PRECISE} --main-params-dtype fp16", (4, 2 + 8)),
-        (f"{PRECISE} --main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype=fp8", (2, 7)),
-        (f"{OFFLOAD} --optimizer-offload-fraction 0.75", (4, 3)),
+        ("", (4, 12, 0)),
+        ("--grad-reduce-in-bf16", (2, 12, 0)),
+        (PRECISE, (4, 2 + 8, 0)),
+        (f"{PRECISE} --main-params-dtype fp16", (4, 2 + 8, 0)),
+        (
+            f"{PRECISE} --main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype=fp8",
+            (2, 2 + 3, 0),
+        ),
+        (f"{OFFLOAD} --optimizer-offload-fraction 0.75", (4, 2.5, 7.5)),
     ],
 )
 def test_state_has_the_types_that_the_optimizer_keeps(options, state, monkeypatch):
@@ -265,6 +274,8 @@ def test_state_has_the_types_that_the_optimizer_keeps(options, state, monkeypatc
     numbers = parts["parameters"] / 2
     assert parts["gradients"] == state[0] * numbers
     assert state[1] * numbers / 2 <= parts["optimizer"] <= state[1] * numbers
+    (host,) = host_memory_of(plan)
+    assert host * state[1] == pytest.approx(parts["optimizer"] * state[2])
     # Logits and gradients in bf16; Megatron's loss has an fp32 softmax and gradient.
     without = replace(plan.task, state=plan.task.state._replace(logit=None))
     assert parts["loss"] == memory_of(replace(plan, task=without))[0]["loss"] * 4 / 10

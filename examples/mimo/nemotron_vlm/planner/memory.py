@@ -33,17 +33,29 @@ def peak(plan: Plan) -> float:
     return max(sum(parts.values()) for parts in memory_of(plan))
 
 
-def _state(plan: Plan, stage: Stage) -> Memory:
-    """Return the bytes of parameters, and of trained ones' gradients and optimizer's shard."""
+def host_memory_of(plan: Plan) -> list[float]:
+    """Return the bytes of the optimizer's state on the host, for a rank of each stage."""
+    stages = stages_of_pipeline(plan.layouts)
+    return [plan.task.state.on_host * _shard(plan, stage) for stage in stages]
+
+
+def _shard(plan: Plan, stage: Stage) -> float:
+    """Return how many parameters have the optimizer's state on a rank."""
     task, lay = plan.task, plan.layouts.language
     replicas = *(each.dp for each in plan.layouts.encoders), lay.dp * lay.cp, lay.expt_dp
     trained = held(task.preset, plan.layouts, stage, task.frozen, task.adapters)
+    return sum(number / copies for number, copies in zip(trained, replicas, strict=True))
+
+
+def _state(plan: Plan, stage: Stage) -> Memory:
+    """Return the bytes of parameters, and of trained ones' gradients and optimizer's shard."""
+    task = plan.task
+    trained = held(task.preset, plan.layouts, stage, task.frozen, task.adapters)
     every = held(task.preset, plan.layouts, stage, adapters=task.adapters)
-    shards = (number / copies for number, copies in zip(trained, replicas, strict=True))
     return {
         "parameters": task.machine.precision * sum(every),
         "gradients": task.state.gradient * sum(trained),
-        "optimizer": task.state.optimizer * sum(shards),
+        "optimizer": task.state.optimizer * _shard(plan, stage),
     }
 
 

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 
 class StateBytes(NamedTuple):
-    """Bytes for each parameter: its gradient, and the optimizer's state of the rank's shard; and
-    for each logit, None with Megatron's loss."""
+    """Bytes for each parameter: its gradient, and the optimizer's state of the rank's shard, on the
+    GPU and on the host; and for each logit, None with Megatron's loss."""
 
     gradient: float = 4.0
     optimizer: float = 12.0
+    on_host: float = 0.0
     logit: float | None = None
 
 

@@ -7,7 +7,7 @@ import shlex
 from examples.mimo.common.layout import SIZES, option_of, table
 from examples.mimo.nemotron_vlm.options.derived import fastest_macro_batch
 from examples.mimo.nemotron_vlm.planner.inputs import words_of
-from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
+from examples.mimo.nemotron_vlm.planner.memory import host_memory_of, memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import Plan, stages_of_pipeline
 from examples.mimo.nemotron_vlm.planner.step_time import seconds, step_time
 
@@ -106,13 +106,13 @@ def _row(plan: Plan) -> list[str]:
 
 
 def memory_table(plan: Plan) -> str:
-    """Return a table of a rank's GiB by pipeline stage and part."""
-    memory = memory_of(plan)
+    """Return a table of a rank's GiB by pipeline stage and part; those on the host come last."""
+    memory, hosts = memory_of(plan), host_memory_of(plan)
     names = list(dict.fromkeys(name for parts in memory for name in parts if parts[name]))
-    rows = [["stage", *names, "sum"]]
-    for stage, part in zip(stages_of_pipeline(plan.layouts), memory, strict=True):
+    rows = [["stage", *names, "sum", *["host"] * any(hosts)]]
+    for stage, part, host in zip(stages_of_pipeline(plan.layouts), memory, hosts, strict=True):
         cells = [part.get(name, 0.0) for name in names]
-        rows.append([stage.name, *map(gib, (*cells, sum(cells)))])
+        rows.append([stage.name, *map(gib, (*cells, sum(cells), *[host] * any(hosts)))])
     return table(rows)
 
 
