@@ -15,6 +15,7 @@ import torch
 
 from examples.mimo.nemotron_vlm.loop.metrics import read_metrics
 from megatron.core.models.mimo.joint_optimizer import leaf as leaf_optimizer
+from megatron.core.models.mimo.joint_optimizer.remainders import whole_masters
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import shared_digits
 from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE, MODELS, ON_GPUS
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import Row
@@ -116,7 +117,9 @@ def optimizer_state(run) -> list[torch.Tensor]:
                     state = leaf.optimizer.state[parameter]
                     # The engine counts steps by group, PyTorch by parameter.
                     count = torch.as_tensor(state.get("step", group.get("step")))
-                    tensors = (count, parameter, state["exp_avg"], state["exp_avg_sq"])
+                    tensors = [count, parameter, state["exp_avg"], state["exp_avg_sq"]]
+                    if parameter.dtype == torch.bfloat16:
+                        tensors.append(state["master_param"])
                     found += [each.detach().cpu().clone() for each in tensors]
     return found
 
@@ -141,6 +144,39 @@ def test_adam_resumes_bit_for_bit(encoder, language, shared_path):
         assert len(loaded) == len(saved) > 10
         assert all(torch.equal(one, other) for one, other in zip(loaded, saved, strict=True))
         assert run.train_step()["loss"] == after["loss"]
+
+
+AWARE = ("--use-precision-aware-optimizer",)
+OFFLOAD = ("--optimizer-cpu-offload", "--optimizer-offload-fraction")
+
+
+def master_weights(run) -> list[torch.Tensor]:
+    """Return this rank's master weights, whole, in the optimizer's order."""
+    found = []
+    for leaf in run.optimizer._leaves:
+        for group in leaf.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.dtype == torch.bfloat16:
+                    half = leaf.optimizer.state[parameter]["master_param"]
+                    parameter = whole_masters(parameter, half.to(parameter.device))
+                found.append(parameter.detach().clone())
+    return found
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize(("before", "after"), [(AWARE, ()), ((), AWARE)], ids=["read", "written"])
+def test_master_weights_in_files_are_whole(before, after, shared_path):
+    """Of bf16 weights, the precision-aware optimizer keeps the other half; Megatron keeps all."""
+    options = (*ENGINE, "--bf16", "--micro-batch-size", "8")
+    with trainer(*options, *before) as run:
+        for _ in range(2):
+            run.train_step()
+        run.save(shared_path)
+        expected = master_weights(run)
+    with trainer(*options, *after, "--load", str(shared_path)) as run:
+        found = master_weights(run)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert any(not torch.equal(each, each.bfloat16().float()) for each in found)
 
 
 FP8 = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise", "--fp8-parts", "encoder")
@@ -183,6 +219,47 @@ def filled_gradients(run) -> None:
     run.optimizer.launch = launch_with_gradients
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((), marks=requires_world_size(1), id="one-gpu"),
+        pytest.param(
+            ("--encoder", "dp=2", "--language", "dp=2,ep=2"),
+            marks=requires_world_size(2),
+            id="two-gpus",
+        ),
+    ],
+)
+def test_state_on_the_host_changes_no_bit(layout, shared_path, monkeypatch):
+    """All is trained, Mamba-2 too. Half of the state is on the host, then all after a resume."""
+    options = (*ENGINE, "--bf16", "--micro-batch-size", "4", *layout, *TYPES)
+    monkeypatch.setattr(leaf_optimizer, "MOST", 30_000)  # tens of parts
+
+    def states(*more: str) -> list[list[torch.Tensor]]:
+        found = []
+        with trainer(*options, *more) as run:
+            filled_gradients(run)
+            for _ in range(3):
+                assert not run.train_step()["skipped"]
+                weights = [p.detach().cpu() for stage in run.stages for p in stage.parameters()]
+                found.append(weights + optimizer_state(run))
+            parts = [part for leaf in run.optimizer._leaves for part in leaf._in_parts.parts]
+            held = [part.held is not None and part.held.is_pinned() for part in parts]
+            assert any(held) == bool(more) and len(held) > 10 and not all(held)
+            if more:
+                run.save(shared_path)
+        return found
+
+    expected, found = states(), states(*OFFLOAD, "0.5")
+    for own, other in zip(found, expected, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(own, other, strict=True))
+    with trainer(*options, *OFFLOAD, "1", "--load", str(shared_path)) as run:
+        weights = [p.detach().cpu() for stage in run.stages for p in stage.parameters()]
+        loaded = weights + optimizer_state(run)
+        assert all(torch.equal(*pair) for pair in zip(loaded, expected[-1], strict=True))
+        assert not run.train_step()["skipped"]
+
+
 @requires_world_size(1)
 @pytest.mark.parametrize("types", [[], TYPES], ids=["fp32-state", "16-bit-state"])
 def test_kept_slices_and_steps_in_parts_change_no_bit(types, monkeypatch):
@@ -195,7 +272,7 @@ def test_kept_slices_and_steps_in_parts_change_no_bit(types, monkeypatch):
             weights = [p.detach().cpu() for stage in run.stages for p in stage.parameters()]
             return weights + optimizer_state(run)
 
-    monkeypatch.setattr(leaf_optimizer, "MOST", 10_000)
+    monkeypatch.setattr(leaf_optimizer, "MOST", 100_000)
     found = state_after_steps()
     monkeypatch.setattr(leaf_optimizer, "MOST", 1 << 60)
     monkeypatch.setattr(leaf_optimizer.LeafOptimizer, "keeps_slices", False)

@@ -3,7 +3,6 @@
 """Ranges of flattened parameters as boxes, and what is saved of them."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.models.mimo.joint_optimizer.shards import _placed, boxes, param_state
+from megatron.core.models.mimo.joint_optimizer.shards import _placed, boxes
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -39,21 +38,3 @@ def test_elements_in_another_order_are_refused():
     view = ShardedTensorFactory("weight", torch.randn(3, 2), transposed, torch.cat)
     with pytest.raises(ValueError, match="weight: .* another order"):
         list(_placed(view, 0, 6, torch.device("cpu")))
-
-
-@pytest.mark.parametrize(("dtype", "saved"), [(torch.float32, 1.0), (torch.bfloat16, 0.0)])
-def test_parameters_in_fp32_are_saved_as_they_are_stepped(dtype, saved):
-    """Transformer Engine's Adam has copies of them beside its master weights, and steps none."""
-    parameter = torch.ones(3, 2, dtype=dtype)
-    ranges = {"param": SimpleNamespace(start=1, end=5)}
-    stepped = parameter.view(-1)[1:5]
-    optimizer = SimpleNamespace(
-        gbuf_ranges=[{"buffer": [{"param_map": {parameter: ranges}}]}],
-        distributed_optimizer_instance_id=0,
-        model_param_group_index_map={parameter: (0, 0)},
-        optimizer=SimpleNamespace(param_groups=[{"params": [stepped]}]),
-        _get_main_param_and_optimizer_states=lambda _: {"param": torch.zeros(4)},
-    )
-    view = ShardedTensor.from_rank_offsets("weight", parameter, replica_id=(0, 0, 0))
-    (state,) = param_state(optimizer, {"weight": view}, False).values()
-    assert torch.equal(state["param"].data, torch.full((4,), saved))

@@ -11,6 +11,7 @@ import torch
 
 from megatron.core import optimizer as factory
 from megatron.core.models.mimo.joint_optimizer import leaf as leaf_optimizer
+from megatron.core.models.mimo.joint_optimizer.remainders import split_masters, whole_masters
 from megatron.core.optimizer import distrib_optimizer
 from megatron.training import training
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
@@ -65,16 +66,37 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+def state_of(run) -> list[torch.Tensor]:
+    """Return what Adam keeps, but not of fp32 weights, whose copy keeps its first value."""
+    adams = [leaf.optimizer for leaf in run.optimizer._leaves]
+    params = [(a, p) for a in adams for group in a.param_groups for p in group["params"]]
+    return [
+        tensor.clone()
+        for adam, param in params
+        for kind, tensor in adam.state[param].items()
+        if kind != "master_param" or param.dtype != torch.float32
+    ]
+
+
 def weights_of(run) -> list[torch.Tensor]:
     return [p.detach().clone() for stage in run.stages for p in stage.parameters()]
 
 
-@requires_world_size(1)
-@pytest.mark.parametrize("in_halves", [True, False], ids=["halves", "whole"])
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_steps_are_those_of_a_state_on_the_device(fraction, in_halves, engine):
+@pytest.mark.parametrize(
+    ("layout", "fraction", "in_halves"),
+    [
+        *(
+            pytest.param((), fraction, in_halves, marks=requires_world_size(1))
+            for fraction in (0.5, 1.0)
+            for in_halves in (True, False)
+        ),
+        pytest.param(LAYOUTS[0], 0.5, True, marks=requires_world_size(2)),
+    ],
+)
+def test_steps_are_those_of_a_state_on_the_device(layout, fraction, in_halves, engine):
+    options = *OPTIONS, *layout
     engine(0.0, in_halves=False)
-    with trainer(*OPTIONS) as run:
+    with trainer(*options) as run:
         before = weights_of(run)
         losses = [run.train_step()["loss"] for _ in range(4)]
         expected = weights_of(run)
@@ -85,7 +107,7 @@ def test_steps_are_those_of_a_state_on_the_device(fraction, in_halves, engine):
         ]
         assert trained and all(trained)  # Mamba-2's rates
     engine(fraction, in_halves)
-    with trainer(*OPTIONS) as run:
+    with trainer(*options) as run:
         assert [run.train_step()["loss"] for _ in range(4)] == losses
         assert held(run) == pytest.approx(fraction, abs=0.2)
         assert equal(weights_of(run), expected)
@@ -115,3 +137,43 @@ def test_a_resumed_run_keeps_its_state_elsewhere(before, after, engine, shared_p
         assert held(run) == pytest.approx(after[0], abs=0.2)
         assert [run.train_step()["loss"] for _ in range(2)] == losses
         assert equal(weights_of(run), expected)
+
+
+@requires_world_size(2)
+@pytest.mark.parametrize("moments", [torch.bfloat16, torch.float32], ids=str)
+def test_state_keeps_its_bits_through_another_layout(moments, engine, shared_path):
+    """A run saves, a run in another layout goes on and saves at once, and the first layout goes
+    on from there; in between, moments are fp32 and master weights whole."""
+    first, second = (shared_path / name for name in ("first", "second"))
+    engine(0.5, True, moments)
+    with trainer(*OPTIONS, *LAYOUTS[0]) as run:
+        for _ in range(2):
+            run.train_step()
+        run.save(first)
+        expected = weights_of(run) + state_of(run)
+    engine(1.0, False, torch.float32)
+    with trainer(*OPTIONS, *LAYOUTS[1], "--load", str(first)) as run:
+        run.save(second)
+    engine(0.3, True, moments)
+    with trainer(*OPTIONS, *LAYOUTS[0], "--load", str(second)) as run:
+        assert equal(weights_of(run) + state_of(run), expected)
+
+
+@pytest.mark.parametrize("bits", [0, 1, 0x7FFF, -0x8000, -1], ids=hex)
+def test_halves_make_up_the_master_weight(bits):
+    """Upper bits of 1.0, of its successor, of the last before 2.0, of -1.0, and of 0.0."""
+    upper = torch.tensor([0x3F80, 0x3F81, 0x3FFF, -0x4080, 0], dtype=torch.int32)
+    masters = ((upper << 16) | (bits & 0xFFFF)).view(torch.float32)
+    weights, remainders = split_masters(masters)
+    assert set(remainders.tolist()) == {bits}
+    if bits != -0x8000:  # a tie, which goes away from zero
+        assert torch.equal(weights, masters.bfloat16())
+    assert torch.equal(weights.view(torch.int16).int(), upper + (bits < 0))
+    assert whole_masters(weights, remainders).view(torch.int32).equal(masters.view(torch.int32))
+
+
+def test_weights_without_remainders_are_their_own_masters():
+    """As a run begins, in which remainders are zero."""
+    weights = torch.randn(100).bfloat16()
+    none = torch.zeros(100, dtype=torch.int16)
+    assert whole_masters(weights, none).equal(weights.float())

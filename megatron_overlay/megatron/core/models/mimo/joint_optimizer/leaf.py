@@ -134,15 +134,18 @@ class LeafOptimizer(DistributedOptimizer):
     ) -> dict[str, torch.Tensor]:
         if not self.config.use_precision_aware_optimizer:
             return super()._get_main_param_and_optimizer_states(model_param)
-        stepped = self._stepped(model_param)
+        stepped, adam = self._stepped(model_param), self.optimizer
         with self._in_parts.on_device(stepped):
-            found = super()._get_main_param_and_optimizer_states(model_param)
-            if found["param"].dtype == torch.int16:
-                found["param"] = whole_masters(stepped, found["param"])
-            return {
-                kind: tensor.to("cpu", _type_in_files(self._get_state_key_dtype(kind)))
-                for kind, tensor in found.items()
-            }
+            found = {kind: adam.get_unscaled_state(stepped, kind) for kind in adam.state[stepped]}
+            master = found.pop("master_param", stepped)
+            if stepped.dtype == torch.float32:
+                master = stepped  # Transformer Engine's own copy keeps its first value
+            elif master.dtype == torch.int16:
+                master = whole_masters(stepped, master)
+            for kind, tensor in found.items():
+                if self._get_state_key_dtype(kind) == torch.bfloat16:
+                    found[kind] = tensor.bfloat16()
+            return {kind: tensor.cpu() for kind, tensor in {**found, "param": master}.items()}
 
     def _set_main_param_and_optimizer_states(
         self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
@@ -150,14 +153,19 @@ class LeafOptimizer(DistributedOptimizer):
         if not self.config.use_precision_aware_optimizer:
             super()._set_main_param_and_optimizer_states(model_param, tensors)
             return
-        stepped = self._stepped(model_param)
-        tensors = {kind: tensor.to(stepped.device, torch.float32) for kind, tensor in tensors.items()}
-        master = self.optimizer.state[stepped].get("master_param")
-        if master is not None and master.dtype == torch.int16:
-            weights, tensors["param"] = split_masters(tensors["param"])
-            stepped.copy_(weights)
+        stepped, adam = self._stepped(model_param), self.optimizer
+        found = {kind: tensor.to(stepped.device, torch.float32) for kind, tensor in tensors.items()}
+        master, kept = found.pop("param"), adam.state[stepped].get("master_param")
         with self._in_parts.on_device(stepped):
-            super()._set_main_param_and_optimizer_states(model_param, tensors)
+            if stepped.dtype == torch.float32:
+                stepped.copy_(master)
+            else:
+                if kept.dtype == torch.int16:
+                    weights, master = split_masters(master)
+                    stepped.copy_(weights)
+                adam.set_scaled_state(stepped, "master_param", master)
+            for kind, tensor in found.items():
+                adam.set_scaled_state(stepped, kind, tensor)
 
     def sharded_param_state_fs_model_space(
         self,
@@ -170,11 +178,6 @@ class LeafOptimizer(DistributedOptimizer):
         Files are those of Megatron's fully reshardable format.
         """
         return param_state(self, model_sharded_state_dict, is_loading)
-
-
-def _type_in_files(kept: torch.dtype) -> torch.dtype:
-    """Return the type in files of state that is kept in another one: fp32 if it has a scale."""
-    return torch.bfloat16 if kept == torch.bfloat16 else torch.float32
 
 
 def _by_type(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Copies]:

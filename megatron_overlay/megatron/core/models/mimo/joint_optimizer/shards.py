@@ -108,12 +108,7 @@ def param_state(
         view, instance = views[param], optimizer.distributed_optimizer_instance_id
         replica = (*view.replica_id[:2], instance)  # each data-parallel rank has its own part
         flats = optimizer._get_main_param_and_optimizer_states(param)
-        group, place = optimizer.model_param_group_index_map[param]
-        stepped = optimizer.optimizer.param_groups[group]["params"][place]
         part, device = ranges["param"], flats["param"].device
-        if stepped.dtype == torch.float32:
-            # Transformer Engine's own copy keeps its first value.
-            flats["param"] = stepped.to(device)
         placed = list(_placed(view, part.start, part.end, device))
         state[number] = {
             kind: _factory(placed, f"optimizer.state.{kind}", flat, replica, is_loading)

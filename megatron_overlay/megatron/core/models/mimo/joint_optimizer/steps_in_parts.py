@@ -108,7 +108,7 @@ class StepsInParts:
         tensors = tensors_of(self._inner.state[param])
         before = [tensor.data for tensor in tensors]
         for tensor in tensors:
-            tensor.data = tensor.data.to(param.device)
+            tensor.data = tensor.data.to(param.device, copy=True)
         try:
             yield
         finally:
