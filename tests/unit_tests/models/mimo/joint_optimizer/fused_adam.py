@@ -31,7 +31,9 @@ class FusedAdam(torch.optim.Optimizer):
         **others,
     ):
         assert others["master_weights"] and others["use_decoupled_grad"] and others["adam_w_mode"]
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
         self.types = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
         self.store_param_remainders = store_param_remainders
 

@@ -20,7 +20,10 @@ from tests.unit_tests.test_utilities import requires_world_size
 
 OPTIONS = """--bf16 --hybrid-layer-pattern ME*E --global-batch-size 8 --micro-batch-size 2
     --lr 1e-3""".split()
-LAYOUTS = ("--encoder", "dp=2", "--language", "dp=2,ep=2"), ("--encoder", "tp=2", "--language", "pp=2")
+LAYOUTS = (
+    ("--encoder", "dp=2", "--language", "dp=2,ep=2"),
+    ("--encoder", "tp=2", "--language", "pp=2"),
+)
 
 
 @pytest.fixture

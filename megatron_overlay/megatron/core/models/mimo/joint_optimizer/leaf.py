@@ -6,10 +6,10 @@ Upstream slices DDP's buffers for each parameter at each step, and copies weight
 the device waits for the host. The buffers stay where they are, so the first step notes the slices,
 and later steps use them.
 
-The precision-aware optimizer's state may lie on the host, and keep 16 bits of each master weight.
-Checkpoints have whole master weights, so that any run can load them. Each parameter's state goes to
-the host alone: Transformer Engine's ``state_dict`` and ``load_state_dict`` would make fp32 copies of
-all state on the device at once.
+The precision-aware optimizer may have its state on the host, and keep half of each master weight.
+Checkpoints have whole master weights, so that any run can load them. State is saved and loaded one
+parameter at a time: Transformer Engine's ``state_dict`` and ``load_state_dict`` would make fp32
+copies of all state on the device at once.
 """
 
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ class LeafOptimizer(DistributedOptimizer):
 
     @cached_property
     def _in_parts(self) -> StepsInParts:
-        """The optimizer, in parts; their parameters are those of the first step, save or load."""
+        """The optimizer, in parts. Made late: upstream's constructor sets the parameters."""
         config = self.config
         kept = config.exp_avg_dtype.itemsize + config.exp_avg_sq_dtype.itemsize
         if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
@@ -96,7 +96,7 @@ class LeafOptimizer(DistributedOptimizer):
 
     @contextmanager
     def _without_state(self) -> Iterator[None]:
-        """Hide the state from Transformer Engine's methods inside the block."""
+        """Hide the parameters' state from Transformer Engine's methods inside the block."""
         state = self.optimizer.state
         self.optimizer.state = {"hidden": {}}  # Megatron would allocate it if it were empty
         try:
@@ -112,7 +112,7 @@ class LeafOptimizer(DistributedOptimizer):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load what `state_dict` returns, and the parameters' state if it is there."""
+        """Load what `state_dict` returns, and the parameters' state if the checkpoint has it."""
         if not self.config.use_precision_aware_optimizer:
             super().load_state_dict(state_dict)
             return

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step an optimizer part by part; parts on the host come to the device for their step alone.
 
-Transformer Engine's FusedAdam makes fp32 copies of 16-bit state for all parameters of a group before
-it steps the first: of two moments 8 bytes a parameter, more than fp32 moments would add.
+Transformer Engine's FusedAdam makes fp32 copies of 16-bit state for all parameters of a group
+before it steps the first: of two moments 8 bytes a parameter, more than fp32 moments would add.
 
 With ``--optimizer-cpu-offload``, the state of the first parts is in pinned host memory between
-steps. A step copies one part in, steps another and copies a third out, at the same time. So the
-device computes all steps, by the same kernel and with the same bits as without.
+steps. A step copies one part in, steps another and copies a third out, at the same time. The device
+still computes every step, with the same kernel, so results have the same bits.
 """
 
 from collections.abc import Iterator
