@@ -161,7 +161,7 @@ OF_MEGATRON = [
     ),
     refused(
         "--optimizer-cpu-offload with --async-save",
-        "the host would have the state once more until it is written",
+        "the writing process would get the host's state through /dev/shm",
         example=f"{LOCAL} --optimizer-cpu-offload --use-precision-aware-optimizer --async-save "
         "--dry-run 1",
     ),

@@ -99,10 +99,8 @@ class LeafOptimizer(DistributedOptimizer):
         """Hide the parameters' state from Transformer Engine's methods inside the block."""
         state = self.optimizer.state
         self.optimizer.state = {"hidden": {}}  # Megatron would allocate it if it were empty
-        try:
-            yield
-        finally:
-            self.optimizer.state = state
+        yield
+        self.optimizer.state = state
 
     def state_dict(self) -> dict:
         """Return the settings of parameter groups and the loss scale."""
@@ -145,7 +143,9 @@ class LeafOptimizer(DistributedOptimizer):
             for kind, tensor in found.items():
                 if self._get_state_key_dtype(kind) == torch.bfloat16:
                     found[kind] = tensor.bfloat16()
-            return {kind: tensor.cpu() for kind, tensor in {**found, "param": master}.items()}
+            # The writing process copies state of the device, which need not pass /dev/shm.
+            to = "cpu" if self.config.optimizer_offload_fraction else stepped.device
+            return {kind: tensor.to(to) for kind, tensor in {**found, "param": master}.items()}
 
     def _set_main_param_and_optimizer_states(
         self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]

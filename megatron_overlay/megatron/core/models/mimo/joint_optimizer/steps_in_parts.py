@@ -10,8 +10,10 @@ steps. A step copies one part in, steps another and copies a third out, at the s
 still computes every step, with the same kernel, so results have the same bits.
 """
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,27 +26,23 @@ SLOTS = 3
 """Places on the device for state of the host: one is copied in, one stepped, one copied out."""
 
 
+@dataclass(eq=False)
 class Part:
     """Parameters of one group that are stepped together, of one type.
 
     Attributes:
         size: elements of the parameters.
-        held: memory on the host with all their state, uint8; None before it is allocated, and for
-            parts on the device.
+        held: memory on the host with all their state, uint8; None for parts on the device.
         tensors: the state's tensors, in the order in which they lie in ``held``.
     """
 
-    def __init__(self, group: int, dtype: torch.dtype, on_host: bool) -> None:
-        self.group, self.dtype, self.on_host = group, dtype, on_host
-        self.params: list[Tensor] = []
-        self.size = 0
-        self.held: Tensor | None = None
-        self.tensors: list[Tensor] = []
-
-    def add(self, param: Tensor) -> None:
-        """Add a parameter."""
-        self.params.append(param)
-        self.size += param.numel()
+    group: int
+    dtype: torch.dtype
+    on_host: bool
+    params: list[Tensor] = field(default_factory=list)
+    size: int = 0
+    held: Tensor | None = None
+    tensors: list[Tensor] = field(default_factory=list)
 
     def hold(self, state: dict[Tensor, dict[str, Tensor]]) -> None:
         """Move the state, which lies in memory of its own, to the host."""
@@ -85,6 +83,8 @@ class StepsInParts:
         self._inner = inner
         self.parts = _parts(inner.param_groups, most, fraction)
         self._on_host = [part for part in self.parts if part.on_host]
+        self._on_device = [part for part in self.parts if not part.on_host]
+        self._held = {param for part in self._on_host for param in part.params}
         if self._on_host:
             self._into, self._back = torch.cuda.Stream(), torch.cuda.Stream()
 
@@ -105,7 +105,7 @@ class StepsInParts:
     @contextmanager
     def on_device(self, param: Tensor) -> Iterator[None]:
         """Have the state of one parameter on the device inside the block."""
-        tensors = tensors_of(self._inner.state[param])
+        tensors = tensors_of(self._inner.state[param]) if param in self._held else []
         before = [tensor.data for tensor in tensors]
         for tensor in tensors:
             tensor.data = tensor.data.to(param.device, copy=True)
@@ -120,7 +120,7 @@ class StepsInParts:
         """Step all parts."""
         groups, stepped = self._inner.param_groups, {}
         try:
-            for part in self._ready_parts():
+            for part in itertools.chain(self._streamed(), self._on_device):
                 stepped[part.group] = {**groups[part.group], "params": part.params}
                 self._inner.param_groups = [stepped[part.group]]
                 self._inner.step()
@@ -129,19 +129,13 @@ class StepsInParts:
         for number, settings in stepped.items():
             groups[number] |= {**settings, "params": groups[number]["params"]}
 
-    def _ready_parts(self) -> Iterator[Part]:
-        """Yield all parts, each with its state on the device."""
-        if not self._on_host:
-            yield from self.parts
-            return
-        if self._on_host[-1].held is None:
-            self.allocate()
-        yield from self._streamed()
-        yield from (part for part in self.parts if not part.on_host)
-
     def _streamed(self) -> Iterator[Part]:
         """Yield the host's parts with their state on the device, the next one on its way there, and
         the one before on its way back."""
+        if not self._on_host:
+            return
+        if self._on_host[-1].held is None:
+            self.allocate()
         current, into, back = torch.cuda.current_stream(), self._into, self._back
         most = max(part.held.numel() for part in self._on_host)
         slots = torch.empty(SLOTS, most, dtype=torch.uint8, device=torch.cuda.current_device())
@@ -187,6 +181,7 @@ def _parts(groups: list[dict], most: int, fraction: float) -> list[Part]:
             ):
                 last = Part(*kind)
                 found.append(last)
-            last.add(param)
+            last.params.append(param)
+            last.size += param.numel()
             left -= param.numel()
     return found
