@@ -86,6 +86,16 @@ class MimoOptimizer(upstream.MimoOptimizer):
         # Filled on the device: the loop asks after each microbatch, and a copy would make it wait.
         return torch.full((1,), self._loss_scale, device=torch.cuda.current_device())
 
+    def _gather_weights(self) -> None:
+        """Give all data-parallel ranks the loaded weights; collective over each module's ranks.
+
+        A file's whole master weights become weights with ties to even, but those of a shard that is
+        kept in halves away from zero.
+        """
+        if self.config.use_precision_aware_optimizer:
+            for stage in {id(c): c for leaf in self._leaves for c in leaf.model_chunks}.values():
+                stage.start_param_sync(force_sync=True)
+
     def _agree_on_loss_scale(self) -> None:
         """Take the loss scale from a rank that has one; collective if loss scaling is on.
 
@@ -243,6 +253,7 @@ class MimoOptimizer(upstream.MimoOptimizer):
                 for state in leaf.optimizer.state.values():
                     if "step" in state:
                         state["step"] = state["step"].clone()
+        self._gather_weights()
         self._agree_on_loss_scale()
 
 
