@@ -69,12 +69,12 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def state_of(run) -> list[torch.Tensor]:
+def state_of(run, clone: bool = True) -> list[torch.Tensor]:
     """Return what Adam keeps, but not of fp32 weights, whose copy keeps its first value."""
     adams = [leaf.optimizer for leaf in run.optimizer._leaves]
     params = [(a, p) for a in adams for group in a.param_groups for p in group["params"]]
     return [
-        tensor.clone()
+        tensor.clone() if clone else tensor
         for adam, param in params
         for kind, tensor in adam.state[param].items()
         if kind != "master_param" or param.dtype != torch.float32
@@ -146,16 +146,25 @@ def test_a_resumed_run_keeps_its_state_elsewhere(before, after, engine, shared_p
 @pytest.mark.parametrize("moments", [torch.bfloat16, torch.float32], ids=str)
 def test_state_keeps_its_bits_through_another_layout(moments, engine, shared_path):
     """A run saves, a run in another layout goes on and saves at once, and the first layout goes
-    on from there; in between, moments are fp32 and master weights whole."""
+    on from there; in between, moments are fp32 and master weights whole.
+
+    Each master weight lies halfway between two bf16 weights. The run with whole ones has the even
+    weight, and halves the one away from zero, also on ranks that have another rank's weight."""
     first, second = (shared_path / name for name in ("first", "second"))
     engine(0.5, True, moments)
     with trainer(*OPTIONS, *LAYOUTS[0]) as run:
         for _ in range(2):
             run.train_step()
+        for tensor in state_of(run, clone=False):
+            if tensor.dtype == torch.int16:
+                tensor.fill_(-0x8000)
         run.save(first)
         expected = weights_of(run) + state_of(run)
     engine(1.0, False, torch.float32)
     with trainer(*OPTIONS, *LAYOUTS[1], "--load", str(first)) as run:
+        for parameter in (p for stage in run.stages for p in stage.parameters()):
+            if parameter.dtype == torch.bfloat16:
+                parameter.data.view(torch.int16).bitwise_and_(-2)
         run.save(second)
     engine(0.3, True, moments)
     with trainer(*OPTIONS, *LAYOUTS[0], "--load", str(second)) as run:
