@@ -81,6 +81,34 @@ def test_memory_is_within_5_percent_of_measured_runs_and_time_orders_them(monkey
     assert np.corrcoef(ranks)[0, 1] > 0.85
 
 
+def test_frozen_weights_have_no_gradient_and_graphs_no_launches():
+    """Without launches, compute is in proportion to passes: forward, inputs' and weights'."""
+    words = (
+        f"--device cuda --bf16 --transformer-impl transformer_engine --model {LARGE} --data mock"
+    )
+
+    def compute(*more: str) -> list[float]:
+        plan = plan_of(Run.of([*words.split(), *more], 1))
+        calm = replace(plan.task.machine, overhead=dict.fromkeys(H200.overhead, 0.0))
+        calm = replace(calm, microbatch_overhead=0.0)
+        return [
+            step_time(replace(plan, task=replace(plan.task, machine=machine)))["compute"]
+            for machine in (plan.task.machine, calm)
+        ]
+
+    (launched, whole), (_, part) = compute(), compute("--freeze", "encoder")
+    encoder = 3 / 2 * (whole - part)
+    language = whole - encoder
+    for frozen, left in (
+        (("--freeze", "language"), encoder + language * 2 / 3),
+        (("--freeze", "encoder,language"), encoder / 3 + language * 2 / 3),
+        (("--lora-dim", "8"), encoder / 3 + language * 2 / 3),
+    ):
+        assert compute(*frozen)[1] == pytest.approx(left)
+    captured, alone = compute("--cuda-graph-impl", "local")
+    assert alone == whole < captured < launched
+
+
 @pytest.mark.parametrize("rows", [0.5, 1, 2, 3])
 def test_memory_is_that_of_the_largest_images_in_succession(rows):
     draw, preset = np.random.default_rng(0), find_preset("tiny-omni").with_images_of_any_size()

@@ -15,6 +15,7 @@ import numpy as np
 
 from examples.mimo.common.layout import Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
+from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE
 from examples.mimo.nemotron_vlm.planner.inputs import Inputs
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED, language_layer, tokens_of
 from examples.mimo.nemotron_vlm.planner.machine import Machine, groups_of, replicas_of
@@ -22,7 +23,7 @@ from examples.mimo.nemotron_vlm.planner.parameters import chunks_of, held
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Task, stages_of_pipeline
 
 PASSES = 3.0
-"""Work of forward and backward, in forwards."""
+"""Work of forward and backward, in forwards; frozen weights have no gradient, which is one."""
 GATHERS = 5
 """Collectives of a layer over TP with sequence parallelism: an all-gather and a reduce-scatter in
 the forward; both again in the backward, and one more all-gather for the weights' gradient."""
@@ -48,7 +49,8 @@ def step_time(plan: Plan) -> dict[str, float]:
         else:
             alone = alone + number / plan.encoded_at_once * cost
     sizes = plan.task.preset.language, lay, layouts.batch, layouts.language_offset
-    chunks = language_chunks(*sizes, plan.recompute, machine)
+    passes = PASSES - (LANGUAGE in plan.task.frozen)
+    chunks = language_chunks(*sizes, plan.recompute, machine, passes)
     stages += [sum(chunks[stage :: lay.pp]) for stage in range(lay.pp)]
     costs = np.stack(stages) + [machine.microbatch_overhead, 0.0, 0.0]
     busiest = costs[costs.sum(1).argmax()]
@@ -61,7 +63,13 @@ def step_time(plan: Plan) -> dict[str, float]:
 
 @cache
 def language_chunks(
-    p: LanguagePreset, lay: Layout, batch: Batch, first: int, recompute: str, machine: Machine
+    p: LanguagePreset,
+    lay: Layout,
+    batch: Batch,
+    first: int,
+    recompute: str,
+    machine: Machine,
+    passes: float = PASSES,
 ) -> list[np.ndarray]:
     """Return the costs of one microbatch in each virtual stage, in the pipeline's order.
 
@@ -81,12 +89,12 @@ def language_chunks(
             exchanged += 2 * machine.gather(groups["expt_tp"], sent * lay.etp)
         elif sent:
             exchanged = machine.gather(groups["cp"], sent)
-        compute = machine.with_host(PASSES * machine.seconds(layer.work), kind, experts=experts)
+        compute = machine.with_host(passes * machine.seconds(layer.work), kind, experts=experts)
         both_ways = GATHERS * gather + 2 * exchanged
-        again = (compute / PASSES + both_ways / 2) * (kind in RECOMPUTED[recompute])
+        again = (compute / passes + both_ways / 2) * (kind in RECOMPUTED[recompute])
         of_layer[kind] = np.array([compute, both_ways, again])
     chunks = [sum(of_layer[k] for k in chunk) for chunk in chunks_of(p.hybrid_layer_pattern, lay)]
-    logits = PASSES * machine.seconds({"gemm": 2 * tokens * p.hidden_size * p.vocab_size})
+    logits = passes * machine.seconds({"gemm": 2 * tokens * p.hidden_size * p.vocab_size})
     chunks[0] = chunks[0] + [0.0, 2 * gather, 0.0]
     chunks[-1] = chunks[-1] + [machine.with_host(logits, "head"), GATHERS * gather, 0.0]
     return chunks
@@ -98,6 +106,8 @@ def encoder_cost(plan: Plan, inputs: Inputs, lay: Layout) -> np.ndarray:
     width, again = plan.task.preset.language.hidden_size, 0.0
     each = _of_each(inputs, machine, width)
     work, summed = (inputs.mean(values, at_once * plan.rows(lay)) for values in each)
+    if (inputs.encoder.name, "encoder") in plan.task.inert:  # the projector's work is little
+        work /= PASSES
     compute = machine.with_host(work / (lay.tp * lay.pp), "vit", layers / lay.pp)
     group = groups_of(lay, machine.gpus_per_node)["tp"]
     sent = 8 * layers / lay.pp * machine.gather(group, summed * machine.precision)
