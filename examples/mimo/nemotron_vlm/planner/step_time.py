@@ -14,8 +14,8 @@ from functools import cache
 import numpy as np
 
 from examples.mimo.common.layout import Batch, Layout, Layouts
-from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
 from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE
+from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
 from examples.mimo.nemotron_vlm.planner.inputs import Inputs
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED, language_layer, tokens_of
 from examples.mimo.nemotron_vlm.planner.machine import Machine, groups_of, replicas_of
