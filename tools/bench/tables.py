@@ -21,7 +21,7 @@ HEADLINE = {
         "packed conversations, images of any size, clips and sounds, dp=2, CUDA graphs"
     ),
     ("real-graphs", "dp=2"): "the same without graphs, one microbatch encoded at once",
-    ("published", "align, CUDA graphs"): "the published 33.0 B on such rows, projectors trained, ep=2",
+    ("published", "align, CUDA graphs"): "the published 33.0 B on such rows, projectors trained",
     ("published", "LoRA, CUDA graphs"): "the same, adapters of rank 16 on all linear layers, too",
     ("fp8", "bf16"): "tiles of one size, encoder 79 % of the work, CUDA graphs",
     ("heterogeneous-50-graphs", "encoder dp=2"): (
