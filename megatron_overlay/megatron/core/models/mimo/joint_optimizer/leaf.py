@@ -99,8 +99,10 @@ class LeafOptimizer(DistributedOptimizer):
         """Hide the parameters' state from Transformer Engine's methods inside the block."""
         state = self.optimizer.state
         self.optimizer.state = {"hidden": {}}  # Megatron would allocate it if it were empty
-        yield
-        self.optimizer.state = state
+        try:
+            yield
+        finally:
+            self.optimizer.state = state
 
     def state_dict(self) -> dict:
         """Return the settings of parameter groups and the loss scale."""
