@@ -167,15 +167,9 @@ def state_of(args: Namespace, in_16_bits: bool) -> StateBytes:
 
 
 def machine_of(args: Namespace) -> Machine:
-    """Return the machine that ``--plan-gpu`` and ``--plan-gpus-per-node`` describe.
-
-    CUDA graphs launch whole layers: of recurrent layers and experts, nothing waits for the host.
-    """
-    machine = replace(find_machine(args.plan_gpu), gpus_per_node=args.plan_gpus_per_node)
-    if args.cuda_graph_impl == "local":
-        overhead = machine.overhead | {"M": 0.0, "G": 0.0, "E": 0.0, "expert": 0.0}
-        machine = replace(machine, overhead=overhead)
-    return machine
+    """Return the machine that ``--plan-gpu`` and ``--plan-gpus-per-node`` describe."""
+    machine, has_graphs = find_machine(args.plan_gpu), args.cuda_graph_impl == "local"
+    return replace(machine, gpus_per_node=args.plan_gpus_per_node, has_graphs=has_graphs)
 
 
 def task_of(options: Run, machine: Machine, world: int, **chosen: object) -> Task:

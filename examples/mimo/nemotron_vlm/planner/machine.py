@@ -79,6 +79,7 @@ class Machine:
     precision: int = 2  # bytes of a parameter, 2 or 4
     reserved_bytes: float = 0.0  # what tensors cannot use: context, communication buffers
     gpus_per_node: int = 8  # ranks that the node's links connect
+    has_graphs: bool = False  # whether CUDA graphs launch whole recurrent layers and experts
 
     def latency(self, group: Group) -> float:
         """Return the seconds in which a message of no size reaches all ranks of a group."""

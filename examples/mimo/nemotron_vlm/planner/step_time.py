@@ -80,6 +80,8 @@ def language_chunks(
     tokens, of_layer = tokens_of(lay, batch), {}
     size = tokens * p.hidden_size * machine.precision
     gather = machine.gather(groups["tp"], size * lay.tp)
+    # Elsewhere the host asks for the experts' counts. Colocated, the first rank is 0.
+    captures_experts = lay.ep <= 2 and lay.etp == 1 and not first and recompute == "none"
     for kind in set(p.hybrid_layer_pattern) - {"|"}:
         layer, experts = language_layer(kind, p, lay, batch), 0.0
         sent, exchanged = 4.0 * layer.states + machine.precision * layer.gathered, 0.0
@@ -89,7 +91,9 @@ def language_chunks(
             exchanged += 2 * machine.gather(groups["expt_tp"], sent * lay.etp)
         elif sent:
             exchanged = machine.gather(groups["cp"], sent)
-        compute = machine.with_host(passes * machine.seconds(layer.work), kind, experts=experts)
+        compute = passes * machine.seconds(layer.work)
+        if not (machine.has_graphs and (kind in "MG" or kind == "E" and captures_experts)):
+            compute = machine.with_host(compute, kind, experts=experts)
         both_ways = GATHERS * gather + 2 * exchanged
         again = (compute / passes + both_ways / 2) * (kind in RECOMPUTED[recompute])
         of_layer[kind] = np.array([compute, both_ways, again])
@@ -106,14 +110,15 @@ def encoder_cost(plan: Plan, inputs: Inputs, lay: Layout) -> np.ndarray:
     width, again = plan.task.preset.language.hidden_size, 0.0
     each = _of_each(inputs, machine, width)
     work, summed = (inputs.mean(values, at_once * plan.rows(lay)) for values in each)
-    if (inputs.encoder.name, "encoder") in plan.task.inert:  # the projector's work is little
-        work /= PASSES
+    is_inert = (inputs.encoder.name, "encoder") in plan.task.inert
+    passes = 1.0 if is_inert else PASSES  # the projector's work is little
+    work *= passes / PASSES
     compute = machine.with_host(work / (lay.tp * lay.pp), "vit", layers / lay.pp)
     group = groups_of(lay, machine.gpus_per_node)["tp"]
     sent = 8 * layers / lay.pp * machine.gather(group, summed * machine.precision)
     if plan.schedule.recompute and not plan.layouts.non_colocated:
         launched = math.ceil(at_once / plan.schedule.recompute) - 1
-        again = compute / PASSES + sent / 2 + launched * layers * machine.overhead["vit"]
+        again = compute / passes + sent / 2 + launched * layers * machine.overhead["vit"]
     return np.array([compute, sent, again])
 
 

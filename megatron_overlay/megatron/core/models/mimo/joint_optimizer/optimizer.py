@@ -314,6 +314,8 @@ def _module_optimizer(
     """
     if not isinstance(stages[0], DistributedDataParallel):
         return None
+    if config.optimizer_cpu_offload and not config.use_precision_aware_optimizer:
+        raise ValueError("optimizer_cpu_offload needs use_precision_aware_optimizer")
     config = copy.copy(config)
     config.optimizer_offload_fraction *= config.optimizer_cpu_offload
     config.optimizer_cpu_offload = False  # LeafOptimizer's state is on the host, not the steps

@@ -138,6 +138,7 @@ class StepsInParts:
             self.allocate()
         current, into, back = torch.cuda.current_stream(), self._into, self._back
         most = max(part.held.numel() for part in self._on_host)
+        most += -most % 256  # each slot begins where any type may
         slots = torch.empty(SLOTS, most, dtype=torch.uint8, device=torch.cuda.current_device())
         into.wait_stream(current)
         freed: list[torch.cuda.Event] = []
