@@ -171,7 +171,7 @@ def master_weights(run) -> list[torch.Tensor]:
 @requires_world_size(1)
 @pytest.mark.parametrize(("before", "after"), [(AWARE, ()), ((), AWARE)], ids=["read", "written"])
 def test_master_weights_in_files_are_whole(before, after, shared_path):
-    """Of bf16 weights, the precision-aware optimizer keeps the other half; Megatron keeps all."""
+    """The precision-aware optimizer keeps half of each master weight, and Megatron's keeps all."""
     options = (*ENGINE, "--bf16", "--micro-batch-size", "8")
     with trainer(*options, *before) as run:
         for _ in range(2):

@@ -28,7 +28,7 @@ def test_patches_become_canonical_and_then_stay_the_same_bytes(world):
     [
         (B, "B_three", "B_33", "0001-first"),  # the only patch of its file
         (A, "A_three", "A_33", "0002-second"),  # the last one
-        (A, "A_ten_and_a_half\n", "", "0002-second"),  # of which nothing is left
+        (A, "A_ten_and_a_half\n", "", "0002-second"),  # no diff is left
         (INFO, "'\n", "'\nhook()\n", "0003-new"),  # which has a header only
         (SCRIPT, "s_9", "s_nine", "0009-script"),
     ],

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What asks a model is a prefix of what trained it, for any tokenizer."""
+"""A prompt that asks is a prefix of the text that trained the model, for any tokenizer."""
 
 import itertools
 import random

@@ -185,7 +185,7 @@ def test_halves_make_up_the_master_weight(bits):
 
 
 def test_weights_without_remainders_are_their_own_masters():
-    """As a run begins, in which remainders are zero."""
+    """A run begins with remainders of zero."""
     weights = torch.randn(100).bfloat16()
     none = torch.zeros(100, dtype=torch.int16)
     assert whole_masters(weights, none).equal(weights.float())

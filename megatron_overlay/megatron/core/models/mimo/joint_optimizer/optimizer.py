@@ -89,8 +89,8 @@ class MimoOptimizer(upstream.MimoOptimizer):
     def _gather_weights(self) -> None:
         """Give all data-parallel ranks the loaded weights; collective over each module's ranks.
 
-        A file's whole master weights become weights with ties to even, but those of a shard that is
-        kept in halves away from zero.
+        Whole master weights of a file are rounded with ties to even, but a shard that keeps halves
+        rounds ties away from zero.
         """
         if self.config.use_precision_aware_optimizer:
             for stage in {id(c): c for leaf in self._leaves for c in leaf.model_chunks}.values():
