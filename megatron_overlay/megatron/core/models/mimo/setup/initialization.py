@@ -4,7 +4,7 @@
 
 A parameter is divided into blocks of rows. Each block is drawn from a generator seeded by the
 parameter's name and the block's place; a rank draws those that its shard touches, several at a
-time. The model's sharded state dict tells which part of a parameter the rank holds, so tensor,
+time, of several parameters. The model's sharded state dict tells which part of a parameter the rank holds, so tensor,
 expert and pipeline sharding need no rules of their own. Weights are drawn on the CPU for GPUs too,
 as a GPU's generator draws other numbers. Distributions: matrices N(0, 1/fan in) (LeCun et al.,
 "Efficient BackProp", 1998), those that write to the residual stream scaled by 1/sqrt(2 · layers)
@@ -14,6 +14,7 @@ as a GPU's generator draws other numbers. Distributions: matrices N(0, 1/fan in)
 import hashlib
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
@@ -33,6 +34,12 @@ A_RANGE = (1.0, 16.0)
 BLOCK = 2**16
 """Elements of a block of rows, about: enough to outweigh the start of a thread, few enough that a
 rank draws few rows beyond its shard's."""
+
+TOGETHER = 16
+"""Blocks that a thread draws before it asks for more."""
+
+AHEAD = 8
+"""Parameters that are drawn while another is copied to its place."""
 
 
 def filled(value: float) -> Draw:
@@ -131,10 +138,20 @@ def initialize_weights(
     """
     state = model.sharded_state_dict()
     apply_factories(state)
+    under_way: deque[tuple[ShardedTensor, Callable[[], torch.Tensor]]] = deque()
+
+    def fill(at_most: int) -> None:
+        while len(under_way) > at_most:
+            part, drawn = under_way.popleft()
+            part.data.copy_(drawn())
+
     with _threads() as pool:
         for part in nested_values(state):
             if isinstance(part, ShardedTensor):
-                part.data.copy_(_drawn(part, seed, _rules_of(model, part.key, std, own), pool))
+                rules = _rules_of(model, part.key, std, own)
+                under_way.append((part, _drawing(part, seed, rules, pool, part.data.dtype)))
+                fill(AHEAD)
+        fill(0)
 
 
 def initial_weights(
@@ -149,7 +166,7 @@ def initial_weights(
         own: as :func:`initialize_weights` takes it.
     """
     with _threads() as pool:
-        return _drawn(part, seed, _rules_of(model, part.key, None, own), pool)
+        return _drawing(part, seed, _rules_of(model, part.key, None, own), pool, torch.float32)()
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -164,9 +181,18 @@ def _rules_of(
     return [*(own or {}).items(), *_rules(_depth(model, key), std)]
 
 
-def _drawn(
-    part: ShardedTensor, seed: int, rules: list[tuple[str, Draw]], pool: ThreadPoolExecutor
-) -> torch.Tensor:
+def _drawing(
+    part: ShardedTensor,
+    seed: int,
+    rules: list[tuple[str, Draw]],
+    pool: ThreadPoolExecutor,
+    dtype: torch.dtype,
+) -> Callable[[], torch.Tensor]:
+    """Let the pool's threads draw a shard; return what waits for it and returns it.
+
+    Threads round blocks as they draw them: one thread would take longer for a GPU's 16-bit weights
+    than all take to draw them.
+    """
     draw = next((draw for name, draw in rules if fnmatch(part.key, name)), None)
     if draw is None:
         raise ValueError(f"no initialization rule names the parameter {part.key}")
@@ -175,19 +201,33 @@ def _drawn(
     start, held = offset[0], part.local_shape[0]
     rows = max(1, BLOCK // math.prod(shape[1:]))
     columns = [slice(a, a + n) for a, n in zip(offset[1:], part.local_shape[1:], strict=True)]
-    own = torch.empty(part.local_shape)
+    own = torch.empty(part.local_shape, dtype=dtype)
 
     def fill(block: int) -> None:
         begin = block * rows
         place = (*part.global_offset[:axes], block, *[0] * len(columns))
         first, end = max(begin, start), min(begin + rows, start + held)
         mine = own[first - start : end - start]
-        is_whole = mine.shape == (rows, *shape[1:])
+        is_whole = mine.shape == (rows, *shape[1:]) and dtype == torch.float32
         # Drawn whole, so that no row depends on padding after it.
         out = mine if is_whole else torch.empty(rows, *shape[1:])
         drawn = draw(out, _generator(seed, part.key, place), shape[-1])
         if drawn is not mine:
             mine.copy_(drawn[(slice(first - begin, end - begin), *columns)])
 
-    list(pool.map(fill, range(start // rows, -(-(start + held) // rows))))
-    return own
+    @torch.no_grad()
+    def fill_all(blocks: range) -> None:
+        for block in blocks:
+            fill(block)
+
+    blocks = range(start // rows, -(-(start + held) // rows))
+    tasks = [
+        pool.submit(fill_all, blocks[at : at + TOGETHER]) for at in range(0, len(blocks), TOGETHER)
+    ]
+
+    def drawn() -> torch.Tensor:
+        for task in tasks:
+            task.result()
+        return own
+
+    return drawn
