@@ -20,6 +20,7 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import shared_di
 from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE, MODELS, ON_GPUS
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import Row
 from tests.unit_tests.examples.nemotron_vlm.loop.rows_on_gpus import (
+    ADAPTED_IN_16_BITS,
     AHEAD,
     NO_OVERLAP,
     ON_ONE_GPU,
@@ -184,7 +185,8 @@ def test_master_weights_in_files_are_whole(before, after, shared_path):
     assert any(not torch.equal(each, each.bfloat16().float()) for each in found)
 
 
-FP8 = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise", "--fp8-parts", "encoder")
+FP8_ALL = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
+FP8 = (*FP8_ALL, "--fp8-parts", "encoder")
 TYPES = """--use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16
     --exp-avg-sq-dtype bf16""".split()
 
@@ -209,6 +211,32 @@ def test_goes_on_in_another_precision(before, after, shared_path, capsys):
     assert not any(record["skipped"] for record in records)
     assert "another precision: " in capsys.readouterr().err
     assert found == pytest.approx(expected, rel=2 * MOST)  # FP8 in all layers: 1 % over ten steps
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((), marks=requires_world_size(1), id="one-gpu"),
+        pytest.param(
+            ("--encoder", "dp=2", "--language", "tp=2,ep=2,etp=1"),
+            marks=requires_world_size(2),
+            id="two-gpus",
+        ),
+    ],
+)
+def test_adapters_learn_on_a_base_in_fp8(layout):
+    options = (*ENGINE, "--bf16", "--micro-batch-size", "8", *ADAPTED_IN_16_BITS, *layout)
+
+    def records(*more: str) -> list[dict]:
+        with trainer(*options, *more) as run:
+            return [run.train_step() for _ in range(4)]
+
+    expected, found = records(), records(*FP8_ALL)
+    assert found[0]["loss"] != expected[0]["loss"]
+    for own, other in zip(found, expected, strict=True):
+        assert own["loss"] == pytest.approx(other["loss"], rel=2 * MOST)
+        assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.1)
+    assert found[-1]["loss"] < found[0]["loss"]
 
 
 def filled_gradients(run) -> None:

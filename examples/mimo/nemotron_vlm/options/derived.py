@@ -142,7 +142,8 @@ def set_experts(args: Namespace, preset: VLMPreset, layouts: Layouts) -> None:
     language = layouts.language
     is_near = not layouts.non_colocated and language.etp == 1 and language.ep <= 1 + has_graphs
     is_fast = args.device == "cuda" and args.bf16 and is_near
-    is_fast = is_fast and LANGUAGE not in parts_in_fp8(args, preset)
+    # Experts with adapters are Megatron's own, which have no FP8.
+    is_fast = is_fast and (args.lora_dim or LANGUAGE not in parts_in_fp8(args, preset))
     chosen = {  # what the configuration will have under these names
         "moe_token_dispatcher_type": "allgather",
         "gated_linear_unit": args.swiglu or args.quick_geglu,

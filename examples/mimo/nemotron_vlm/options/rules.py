@@ -12,7 +12,7 @@ from examples.mimo.common.refused_options import FAMILIES
 from examples.mimo.common.rules import ON_ENGINE, Rule, not_local, refused
 from examples.mimo.nemotron_vlm.options.derived import graphs_overlap, lacking_for_flash
 from examples.mimo.nemotron_vlm.options.fp8_rules import OF_FP8
-from examples.mimo.nemotron_vlm.options.graph_rules import FP8, MTP, OF_GRAPHS, depths
+from examples.mimo.nemotron_vlm.options.graph_rules import MTP, OF_GRAPHS, depths
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
 from examples.mimo.nemotron_vlm.options.own_options import THREE_PHASES
 from examples.mimo.nemotron_vlm.options.value_rules import OF_VALUES
@@ -46,12 +46,10 @@ OF_OWN_OPTIONS = [
         "--encoder-schedule bubbles",
     ),
     Rule(
-        "--lora-dim with --fp8-format or --moe-shared-expert-overlap",
-        lambda r: (
-            r.args.lora_dim and (r.args.fp8 or r.args.fp4 or r.args.moe_shared_expert_overlap)
-        ),
+        "--lora-dim with --fp4-format or --moe-shared-expert-overlap",
+        lambda r: r.args.lora_dim and (r.args.fp4 or r.args.moe_shared_expert_overlap),
         "it has not been shown to work",
-        example=f"{ON_ENGINE} {FP8} --lora-dim 8",
+        example=f"{ON_ENGINE} --bf16 --moe-shared-expert-overlap --lora-dim 8",
     ),
     Rule(
         "--lora-dim with --freeze",

@@ -4,11 +4,11 @@
 
 A parameter is divided into blocks of rows. Each block is drawn from a generator seeded by the
 parameter's name and the block's place; a rank draws those that its shard touches, several at a
-time, of several parameters. The model's sharded state dict tells which part of a parameter the rank holds, so tensor,
-expert and pipeline sharding need no rules of their own. Weights are drawn on the CPU for GPUs too,
-as a GPU's generator draws other numbers. Distributions: matrices N(0, 1/fan in) (LeCun et al.,
-"Efficient BackProp", 1998), those that write to the residual stream scaled by 1/sqrt(2 · layers)
-(GPT-2); Mamba-2's own parameters as in its paper (arXiv 2405.21060).
+time, of several parameters. The model's sharded state dict tells which part of a parameter the rank
+holds, so tensor, expert and pipeline sharding need no rules of their own. Weights are drawn on the
+CPU for GPUs too, as a GPU's generator draws other numbers. Distributions: matrices N(0, 1/fan in)
+(LeCun et al., "Efficient BackProp", 1998), those that write to the residual stream scaled by
+1/sqrt(2 · layers) (GPT-2); Mamba-2's own parameters as in its paper (arXiv 2405.21060).
 """
 
 import hashlib
