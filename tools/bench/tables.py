@@ -23,10 +23,10 @@ HEADLINE = {
     ("real-graphs", "dp=2"): "the same without graphs, one microbatch encoded at once",
     ("published", "align, CUDA graphs"): "the published 33.0 B on such rows, projectors trained",
     ("published", "LoRA, CUDA graphs"): "the same, adapters of rank 16 on all linear layers, too",
-    ("fp8", "bf16"): "tiles of one size, encoder 79 % of the work, CUDA graphs",
-    ("heterogeneous-50-graphs", "encoder dp=2"): (
-        "encoder 50 % of the work, dp=2, language tp=2 ep=2, CUDA graphs"
+    ("published", "full fine-tuning"): (
+        "the same, language model and projectors, 32 rows, Adam's state on the host"
     ),
+    ("fp8", "bf16"): "tiles of one size, encoder 79 % of the work, CUDA graphs",
     ("upstream-768", "this program"): "images of 768×768, both modules dp=2, CUDA graphs",
     ("upstream-768", "upstream's, 4 samples"): "the same, upstream's script, a GPU for each module",
 }
