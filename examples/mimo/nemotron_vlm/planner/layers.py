@@ -26,6 +26,7 @@ class Layer(NamedTuple):
     work: dict[str, float]
     norm: float  # its norm's input, output and inverse deviations, kept for the backward
     kept: float  # in all from the forward for the backward
+    for_weights: float  # of these, inputs of products that the weights' gradients alone need
     largest: float  # of the largest tensor
     gathered: float = 0.0  # that context parallelism gathers
     states: float = 0.0  # of recurrent states, in fp32, that context parallelism gathers
@@ -43,7 +44,7 @@ def language_layer(kind: str, p: LanguagePreset, lay: Layout, batch: Batch) -> L
     Args:
         p: sizes of the model. lay: its layout.
     """
-    h, states = p.hidden_size, 0.0
+    h, states, inputs = p.hidden_size, 0.0, p.hidden_size
     if kind == "*":
         q, kv = p.num_attention_heads * p.kv_channels, 2 * p.num_query_groups * p.kv_channels
         gemm, other = h * (2 * q + kv), {"attention": 2 * batch.seq_length * q}
@@ -53,6 +54,7 @@ def language_layer(kind: str, p: LanguagePreset, lay: Layout, batch: Batch) -> L
         projected = 2 * inner + 2 * p.mamba_num_groups * state + p.mamba_num_heads
         gemm, other = h * (inner + projected), {"scan": 7 * inner * state}
         kept, largest, states = projected + 3 * inner, projected, inner * state
+        inputs += inner
     elif kind == "G":
         heads, key = p.linear_num_value_heads, p.linear_num_key_heads * p.linear_key_head_dim
         value, mixed = heads * p.linear_value_head_dim, 2 * key + heads * p.linear_value_head_dim
@@ -62,6 +64,7 @@ def language_layer(kind: str, p: LanguagePreset, lay: Layout, batch: Batch) -> L
         # Queries and keys are repeated for all value heads.
         kept = projected + mixed + 2 * heads * p.linear_key_head_dim + 3 * value + heads * GDN_CHUNK
         largest, states = 2 * (key + value), value * p.linear_key_head_dim
+        inputs += value
     elif kind == "E":
         ffn, sent, shared = (
             p.moe_ffn_hidden_size,
@@ -71,13 +74,16 @@ def language_layer(kind: str, p: LanguagePreset, lay: Layout, batch: Batch) -> L
         gemm, other = h * (2 * shared + p.num_experts), {"experts": 4 * h * ffn * sent}
         kept = 2 * shared + 2 * p.num_experts + sent * (10 + lay.etp * h + 3 * ffn)
         largest = sent * max(lay.etp * h, ffn)
+        inputs += shared + sent * (lay.etp * h + ffn)
     else:
         ffn = p.ffn_hidden_size or 4 * h
         gemm, other, kept, largest = 2 * h * ffn, {}, 2 * ffn, ffn
+        inputs += ffn
     tokens = tokens_of(lay, batch)
     work = {kind: tokens * each for kind, each in ({"gemm": 2 * gemm} | other).items()}
     norm = tokens * (2 * h + 1)
     gathered = tokens * lay.cp * kv if kind == "*" else 0.0
     # With zigzag tokens, a rank has two runs of each sequence.
     states *= 2 * lay.cp * batch.micro_size / lay.tp
-    return Layer(work, norm, norm + tokens * kept, tokens * largest, gathered, states)
+    kept, inputs, largest = norm + tokens * kept, tokens * inputs, tokens * largest
+    return Layer(work, norm, kept, inputs, largest, gathered, states)

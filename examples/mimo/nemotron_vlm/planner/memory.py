@@ -9,6 +9,7 @@ are freed before. Of the data's rows, those with the largest images count.
 import numpy as np
 
 from examples.mimo.common.layout import Layout
+from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED, language_layer, tokens_of
 from examples.mimo.nemotron_vlm.planner.parameters import chunks_of, held
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Stage, stages_of_pipeline
@@ -92,7 +93,7 @@ def _language_kept(plan: Plan, stage: int) -> Memory:
     chunks, kept, running = chunks_of(p.hybrid_layer_pattern, lay)[stage :: lay.pp], {}, [0.0]
     for kind in set("".join(chunks)):
         layer = language_layer(kind, p, lay, batch)
-        kept[kind] = layer.kept
+        kept[kind] = layer.kept - layer.for_weights * (LANGUAGE in plan.task.inert)
         if kind in again:
             # Fully recomputed, a layer keeps its input; in its backward it adds the gradients of
             # an operation's inputs and outputs to what it keeps.
