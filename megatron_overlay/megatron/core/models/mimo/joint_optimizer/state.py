@@ -8,6 +8,7 @@ the module's first rank. There is one set for the module instead of one each for
 expert optimizers, as the layout decides whether experts have an optimizer of their own.
 """
 
+import itertools
 from copy import deepcopy
 
 import torch
@@ -46,15 +47,20 @@ def sharded_optimizer_state(
     is_loading: bool,
     **kwargs,
 ) -> dict:
-    """Return the optimizer state of module ``name``, with its common part as sharded objects."""
+    """Return the optimizer state of module ``name``, with its common part as sharded objects.
+
+    Raises:
+        ValueError: a format is asked for that only the same layout could load.
+    """
+    metadata = kwargs.get("metadata") or {}
+    distributed = [leaf for leaf in leaves(optimizer) if isinstance(leaf, DistributedOptimizer)]
+    if distributed:
+        _check_format(name, metadata.get(SHARDING))
+        kwargs["metadata"] = metadata | {SHARDING: MODEL_SPACE}
+    for leaf in distributed:
+        number_parameters(leaf)
     if not is_loading:
         _allocate(optimizer)
-    metadata = kwargs.get("metadata") or {}
-    if metadata.get(SHARDING) == GATHERED:
-        kwargs["metadata"] = metadata | {SHARDING: MODEL_SPACE}
-        for leaf in leaves(optimizer):
-            if isinstance(leaf, DistributedOptimizer):
-                number_parameters(leaf)
     state = optimizer.sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
     replica = _replica_id(groups)
     parts = _parts(state, optimizer)
@@ -66,6 +72,14 @@ def sharded_optimizer_state(
         key = f"optimizer.mimo.{name}.{field}"
         parts[0][0][_placeholder(field)] = ShardedObject(key, value, (1,), (0,), replica_id=replica)
     return state
+
+
+def _check_format(name: str, sharding: str | None) -> None:
+    if sharding not in (None, GATHERED, MODEL_SPACE):
+        raise ValueError(
+            f"the optimizer of {name} has state of format {sharding}, which does not fit every "
+            f"layout: save it as {GATHERED}"
+        )
 
 
 def leaves(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -119,7 +133,8 @@ def restore_common_state(
             rates; otherwise they have the same state, and a run may have more or fewer of them.
 
     Raises:
-        ValueError: the optimizer has a parameter group that the state lacks.
+        ValueError: the optimizer has a parameter group that the state lacks, or the state has a
+            format that does not fit every layout.
     """
     parts = _parts(state, optimizer)
     first = parts[0][0]
@@ -127,11 +142,12 @@ def restore_common_state(
     groups = found.pop("param_groups", None)
     for part, leaf in parts:
         part.update(deepcopy(found))
-        if part.get("param_state_sharding_type") == GATHERED:  # files of both formats are the same
-            part["param_state_sharding_type"] = MODEL_SPACE
+        if sharding := part.get("param_state_sharding_type"):
+            _check_format(name, sharding)
+            part["param_state_sharding_type"] = MODEL_SPACE  # files of both formats are the same
         if groups is not None:
-            # Transformer Engine's method would make fp32 copies of all state, too.
-            current = torch.optim.Optimizer.state_dict(leaf.optimizer)["param_groups"]
+            numbers, current = itertools.count(), leaf.optimizer.param_groups
+            current = [{**g, "params": [next(numbers) for _ in g["params"]]} for g in current]
             restored = _restored(name, groups, current, takes_rates)
             part.setdefault("optimizer", {})["param_groups"] = restored
             for group, loaded in zip(leaf.optimizer.param_groups, restored, strict=True):
