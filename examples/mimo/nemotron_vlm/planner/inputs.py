@@ -28,6 +28,7 @@ from examples.mimo.nemotron_vlm.model.part_settings import ModelPart
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine
 from examples.mimo.nemotron_vlm.planner.plan import Plan, StateBytes, Task
+from megatron.core.models.mimo.joint_optimizer.remainders import keeps_halves
 from megatron.training.training import num_floating_point_operations
 
 if TYPE_CHECKING:  # Megatron's parser is slow to import
@@ -155,10 +156,7 @@ def state_of(args: Namespace, in_16_bits: bool) -> StateBytes:
     narrow = args.grad_reduce_in_bf16 or args.main_grads_dtype != torch.float32
     narrow = narrow or (args.fp16 and not args.accumulate_allreduce_grads_in_fp32)
     kept = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
-    in_halves = args.use_precision_aware_optimizer and args.bf16
-    in_halves = in_halves and args.main_params_dtype == torch.float32
-    in_halves = in_halves and (args.fp8_recipe == "delayed" or args.optimizer_cpu_offload)
-    kept += (2 if in_halves else args.main_params_dtype.itemsize) * in_16_bits
+    kept += (2 if keeps_halves(args) else args.main_params_dtype.itemsize) * in_16_bits
     on_host = kept * args.optimizer_offload_fraction * args.optimizer_cpu_offload
     gradient = 2.0 if narrow and in_16_bits else 4.0
     # The kernel keeps logits and their gradient.

@@ -30,6 +30,7 @@ from megatron.core.models.mimo.joint_optimizer.gradients import (
     unscale,
 )
 from megatron.core.models.mimo.joint_optimizer.leaf import LeafOptimizer
+from megatron.core.models.mimo.joint_optimizer.remainders import keeps_halves
 from megatron.core.models.mimo.joint_optimizer.state import (
     leaves,
     restore_common_state,
@@ -317,6 +318,7 @@ def _module_optimizer(
     if config.optimizer_cpu_offload and not config.use_precision_aware_optimizer:
         raise ValueError("optimizer_cpu_offload needs use_precision_aware_optimizer")
     config = copy.copy(config)
+    config.store_param_remainders = keeps_halves(config)
     config.optimizer_offload_fraction *= config.optimizer_cpu_offload
     config.optimizer_cpu_offload = False  # LeafOptimizer's state is on the host, not the steps
     optimizer = get_megatron_optimizer(

@@ -7,8 +7,19 @@ remainder. The bf16 weight is the upper 16 bits, plus one if the remainder is ne
 weight rounded to nearest, ties away from zero.
 """
 
+from argparse import Namespace
+
 import torch
 from torch import Tensor
+
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+
+def keeps_halves(options: OptimizerConfig | Namespace) -> bool:
+    """Return whether Adam keeps remainders in place of fp32 master weights."""
+    by_engine = options.fp8_recipe in (None, "delayed") or options.optimizer_cpu_offload
+    is_whole = not options.store_param_remainders or options.main_params_dtype != torch.float32
+    return options.use_precision_aware_optimizer and options.bf16 and by_engine and not is_whole
 
 
 def whole_masters(weights: Tensor, remainders: Tensor) -> Tensor:
