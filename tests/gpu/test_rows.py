@@ -118,15 +118,17 @@ def optimizer_state(run) -> list[torch.Tensor]:
     for name in sorted(run.optimizer.module_infos):
         module = run.optimizer.module_infos[name].optimizer
         for leaf in module.chained_optimizers if module else ():
+            in_parts = hasattr(leaf, "_in_parts")
             for group in leaf.optimizer.param_groups:
                 for parameter in group["params"]:
-                    state = leaf.optimizer.state[parameter]
+                    pieces = leaf._in_parts.pieces[parameter] if in_parts else [parameter]
+                    states = [leaf.optimizer.state[piece] for piece in pieces]
                     # The engine counts steps by group, PyTorch by parameter.
-                    count = torch.as_tensor(state.get("step", group.get("step")))
-                    tensors = [count, parameter, state["exp_avg"], state["exp_avg_sq"]]
-                    if parameter.dtype == torch.bfloat16:
-                        tensors.append(state["master_param"])
-                    found += [each.detach().cpu().clone() for each in tensors]
+                    count = torch.as_tensor(states[0].get("step", group.get("step")))
+                    kinds = ["exp_avg", "exp_avg_sq"]
+                    kinds += ["master_param"] * (parameter.dtype == torch.bfloat16)
+                    tensors = [torch.cat([state[kind] for state in states]) for kind in kinds]
+                    found += [each.detach().cpu().clone() for each in (count, parameter, *tensors)]
     return found
 
 

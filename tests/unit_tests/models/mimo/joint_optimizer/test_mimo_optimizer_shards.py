@@ -37,4 +37,4 @@ def test_elements_in_another_order_are_refused():
 
     view = ShardedTensorFactory("weight", torch.randn(3, 2), transposed, torch.cat)
     with pytest.raises(ValueError, match="weight: .* another order"):
-        list(_placed(view, 0, 6, torch.device("cpu")))
+        list(_placed(view, 0, 6))

@@ -6,12 +6,23 @@ All layers are trained, Mamba-2's rates in fp32 among bf16 weights. Adam is a st
 Transformer Engine's; tests/gpu has the engine's own.
 """
 
+import io
+import itertools
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+
 import pytest
 import torch
+from torch.profiler import profile
 
 from megatron.core import optimizer as factory
+from megatron.core.dist_checkpointing.serialization import load
 from megatron.core.models.mimo.joint_optimizer import leaf as leaf_optimizer
-from megatron.core.models.mimo.joint_optimizer.remainders import split_masters, whole_masters
+from megatron.core.models.mimo.joint_optimizer.remainders import (
+    Masters,
+    split_masters,
+    whole_masters,
+)
 from megatron.core.optimizer import distrib_optimizer
 from megatron.training import training
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
@@ -71,13 +82,13 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 def state_of(run, clone: bool = True) -> list[torch.Tensor]:
     """Return what Adam keeps, but not of fp32 weights, whose copy keeps its first value."""
-    adams = [leaf.optimizer for leaf in run.optimizer._leaves]
-    params = [(a, p) for a in adams for group in a.param_groups for p in group["params"]]
     return [
         tensor.clone() if clone else tensor
-        for adam, param in params
-        for kind, tensor in adam.state[param].items()
-        if kind != "master_param" or param.dtype != torch.float32
+        for leaf in run.optimizer._leaves
+        for part in leaf._in_parts.parts
+        for piece in part.params
+        for kind, tensor in leaf.optimizer.state[piece].items()
+        if kind != "master_param" or piece.dtype != torch.float32
     ]
 
 
@@ -169,6 +180,112 @@ def test_state_keeps_its_bits_through_another_layout(moments, engine, shared_pat
     engine(0.3, True, moments)
     with trainer(*OPTIONS, *LAYOUTS[0], "--load", str(second)) as run:
         assert equal(weights_of(run) + state_of(run), expected)
+
+
+def sharded_state(run, is_loading: bool) -> dict:
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    model = run.stages[0].sharded_state_dict()
+    return run.optimizer.sharded_state_dict(model, is_loading, metadata=metadata)
+
+
+def most_added(work: Callable[[], object]) -> int:
+    """Return the most bytes that tensors take at once, beside what was there before."""
+    with profile(profile_memory=True) as found:
+        work()
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events))
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_saves_and_loads_copy_no_state_on_the_device(fraction, engine, shared_path, monkeypatch):
+    """A save has 8 bytes a parameter to write, and weights. A load reads them to the host, and then
+    makes the state and its own copies of one parameter."""
+    if not fraction:  # to the writer, master weights are on a device
+        other = {"dtype": torch.float32, "device": "meta"}
+        make = lambda cls, half, _: torch.Tensor._make_wrapper_subclass(cls, half.shape, **other)  # noqa: E731
+        monkeypatch.setattr(Masters, "__new__", staticmethod(make))
+    engine(fraction)
+    with trainer(*OPTIONS) as run:
+        run.train_step()
+        count = sum(parameter.numel() for parameter in run.stages[0].parameters())
+        # Factories number the elements of the largest parameter.
+        assert most_added(lambda: sharded_state(run, is_loading=False)) < count
+        assert most_added(lambda: sharded_state(run, is_loading=True)) < count
+        assert most_added(lambda: run.save(shared_path)) < (2 + 8 + 1) * count
+        expected = weights_of(run) + state_of(run)
+    take, added = training.load_checkpoint, []
+
+    def load_checkpoint(*rest, **named) -> tuple[int, int]:
+        result = []
+        added.append(most_added(lambda: result.append(take(*rest, **named))))
+        return result[0]
+
+    monkeypatch.setattr(training, "load_checkpoint", load_checkpoint)
+    with trainer(*OPTIONS, "--load", str(shared_path)) as run:
+        assert added[0] < (2 + 8 + 6 + 1) * count
+        assert equal(weights_of(run) + state_of(run), expected)
+
+
+@requires_world_size(1)
+def test_state_is_not_used_after_a_step_that_failed(engine, shared_path, monkeypatch):
+    """Until a checkpoint is loaded. No state is left in a slot."""
+    engine(1.0)
+    with trainer(*OPTIONS) as run:
+        run.train_step()
+        run.save(shared_path)
+        expected = weights_of(run) + state_of(run)
+        step, parts = FusedAdam._step, []
+
+        def fail_at_third(*rest) -> None:
+            parts.append(rest)
+            if len(parts) == 3:
+                raise ValueError("no third")
+            step(*rest)
+
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match="no third"):
+            patch.setattr(FusedAdam, "_step", fail_at_third)
+            run.train_step()
+        assert held(run) == 1
+        for use in (run.train_step, lambda: run.save(shared_path / "broken")):
+            with pytest.raises(RuntimeError, match="failed in a step"):
+                use()
+        state = sharded_state(run, is_loading=True)
+        run.optimizer.load_state_dict(load(state, str(shared_path / "iter_0000001")))
+        assert equal(weights_of(run) + state_of(run), expected)
+        assert not run.train_step()["skipped"]
+
+
+@requires_world_size(1)
+def test_formats_of_one_layout_are_refused(engine):
+    engine(0.0)
+    with trainer(*OPTIONS) as run:
+        run.train_step()
+        model, before = run.stages[0].sharded_state_dict(), weights_of(run)
+        with pytest.raises(ValueError, match="images has state of format dp_reshardable"):
+            metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
+            run.optimizer.sharded_state_dict(model, metadata=metadata)
+        state = {"param_state": {}, "param_state_sharding_type": "dp_zero_gather_scatter"}
+        with pytest.raises(ValueError, match="images has state of format dp_zero_gather_scatter"):
+            run.optimizer.load_state_dict({"images": state, "language": state})
+        assert equal(weights_of(run), before)
+
+
+def test_masters_are_made_when_copied_to_the_host_or_another_process():
+    """Not by what a writer does before: views, and a look at where they are."""
+    masters = torch.randn(12)
+    weights, remainders = split_masters(masters)
+    lazy = Masters(weights, remainders)
+    part = lazy[2:8].view(2, 3).detach()
+    assert isinstance(part, Masters) and part.is_contiguous() and not part.is_pinned()
+    assert type(lazy[torch.tensor([1, 3])]) is Masters
+    buffer = io.BytesIO()
+    ForkingPickler(buffer).dump(part)
+    sent = ForkingPickler.loads(buffer.getvalue())
+    assert type(sent) is Masters
+    for each in (part.clone(), sent.to("cpu", copy=True)):
+        assert type(each) is torch.Tensor and torch.equal(each, masters[2:8].view(2, 3))
 
 
 @pytest.mark.parametrize("bits", [0, 1, 0x7FFF, -0x8000, -1], ids=hex)

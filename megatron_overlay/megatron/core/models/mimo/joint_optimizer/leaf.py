@@ -7,12 +7,13 @@ the device waits for the host. The buffers stay where they are, so the first ste
 and later steps use them.
 
 The precision-aware optimizer may have its state on the host, and keep half of each master weight.
-Checkpoints have whole master weights, so that any run can load them. State is saved and loaded one
-parameter at a time: Transformer Engine's ``state_dict`` and ``load_state_dict`` would make fp32
-copies of all state on the device at once.
+Checkpoints have whole master weights, so that any run can load them; a save makes them one by one,
+and writes other state as it is. Transformer Engine's ``state_dict`` and ``load_state_dict`` would
+make fp32 copies of all state on the device at once.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -21,20 +22,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensorFactory
 from megatron.core.models.mimo.joint_optimizer.gradients import gradient_name, gradients_of
-from megatron.core.models.mimo.joint_optimizer.remainders import split_masters, whole_masters
-from megatron.core.models.mimo.joint_optimizer.shards import param_state
+from megatron.core.models.mimo.joint_optimizer.remainders import Masters, split_masters
+from megatron.core.models.mimo.joint_optimizer.shards import param_state, shards_of
 from megatron.core.models.mimo.joint_optimizer.steps_in_parts import StepsInParts
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 MOST = 2**30
 """Bytes of a part's state: allocations of pinned memory are rounded up to powers of two."""
 
+UNSCALED = torch.bfloat16, torch.float32
+"""Types of state that has no scale, and in which state is saved."""
+
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Destinations and sources."""
 
 
 class LeafOptimizer(DistributedOptimizer):
-    """Upstream's distributed optimizer, with transfers at once, steps in parts, and own shards."""
+    """Upstream's distributed optimizer, with transfers at once, and own shards."""
 
     _gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] | None = None
     _weights: list[Copies] | None = None
@@ -67,32 +71,52 @@ class LeafOptimizer(DistributedOptimizer):
         for destinations, sources in self._weights:
             torch._foreach_copy_(destinations, sources)
 
+    def pieces_of(
+        self, param: torch.nn.Parameter, is_loading: bool
+    ) -> Iterable[dict[str, torch.Tensor]]:
+        """Return the master weights ("param") and moments of this rank's shard, flat, as pieces.
+
+        Args:
+            is_loading: whether only types and sizes are needed.
+        """
+        return [self._get_main_param_and_optimizer_states(param)]
+
+    def sharded_param_state_fs_model_space(
+        self,
+        model_sharded_state_dict: ShardedStateDict,
+        is_loading: bool = False,
+        metadata: dict | None = None,
+    ) -> dict[int, dict[str, ShardedTensorFactory]]:
+        """Return the state as boxes of parameters, in place of a format that Megatron has dropped.
+
+        Files are those of Megatron's fully reshardable format.
+        """
+        return param_state(self, model_sharded_state_dict, is_loading)
+
+
+class PrecisionAwareLeaf(LeafOptimizer):
+    """A leaf optimizer that steps in parts, for ``use_precision_aware_optimizer``."""
+
     @cached_property
     def _in_parts(self) -> StepsInParts:
         """The optimizer, in parts. Made late: upstream's constructor sets the parameters."""
         config = self.config
-        kept = config.exp_avg_dtype.itemsize + config.exp_avg_sq_dtype.itemsize
+        types = [config.exp_avg_dtype, config.exp_avg_sq_dtype]
         if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-            in_halves = config.bf16 and self.optimizer.store_param_remainders
-            kept += 2 if in_halves else config.main_params_dtype.itemsize
-        return StepsInParts(self.optimizer, MOST // kept, config.optimizer_offload_fraction)
+            types.append(torch.int16 if config.store_param_remainders else config.main_params_dtype)
+        most = MOST // sum(each.itemsize for each in types) // 128 * 128  # kernels take whole lines
+        return StepsInParts(self.optimizer, most, config.optimizer_offload_fraction)
 
     def step_with_ready_grads(self) -> bool:
-        """Step, in parts if state is on the host or not fp32; return True."""
-        config, inner = self.config, self.optimizer
-        types = {config.main_params_dtype, config.exp_avg_dtype, config.exp_avg_sq_dtype}
-        if types != {torch.float32} or config.optimizer_offload_fraction:
-            self.optimizer = self._in_parts
+        """Step in parts; return True. RuntimeError is raised after a step that has failed."""
+        inner, self.optimizer = self.optimizer, self._in_parts
         try:
             return super().step_with_ready_grads()
         finally:
             self.optimizer = inner
 
     def _init_optimizer_states_with_dummy_values(self) -> None:
-        if self.config.use_precision_aware_optimizer:
-            self._in_parts.allocate()
-        else:
-            super()._init_optimizer_states_with_dummy_values()
+        self._in_parts.allocate()
 
     @contextmanager
     def _without_state(self) -> Iterator[None]:
@@ -106,80 +130,74 @@ class LeafOptimizer(DistributedOptimizer):
 
     def state_dict(self) -> dict:
         """Return the settings of parameter groups and the loss scale."""
-        if not self.config.use_precision_aware_optimizer:
-            return super().state_dict()
         with self._without_state():
             return super().state_dict()
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
         """Load what `state_dict` returns, and the parameters' state if the checkpoint has it."""
-        if not self.config.use_precision_aware_optimizer:
-            super().load_state_dict(state_dict)
-            return
         settings = {**state_dict}
         parameters = settings.pop("param_state", None)
         with self._without_state():
             super().load_state_dict(settings)
+        if parameters is None:
+            return
         self._in_parts.allocate()
-        if parameters is not None:
-            self.load_parameter_state_from_fs_model_space(parameters)
+        self._in_parts.is_whole = False
+        shards = (self._in_parts.pieces[self._stepped(param)] for param, _ in shards_of(self))
+        for number, piece in enumerate(itertools.chain.from_iterable(shards)):
+            self._load(piece, parameters[number])
+        self._in_parts.is_whole = True
 
     def _stepped(self, param: torch.nn.Parameter) -> torch.Tensor:
         """Return the shard of a parameter that the optimizer steps."""
         group, place = self.model_param_group_index_map[param]
         return self.optimizer.param_groups[group]["params"][place]
 
-    def _get_main_param_and_optimizer_states(
-        self, model_param: torch.nn.Parameter
-    ) -> dict[str, torch.Tensor]:
-        if not self.config.use_precision_aware_optimizer:
-            return super()._get_main_param_and_optimizer_states(model_param)
-        stepped, adam = self._stepped(model_param), self.optimizer
-        with self._in_parts.on_device(stepped):
-            found = {kind: adam.get_unscaled_state(stepped, kind) for kind in adam.state[stepped]}
-            master = found.pop("master_param", stepped)
-            if stepped.dtype == torch.float32:
-                master = stepped  # Transformer Engine's own copy keeps its first value
-            elif master.dtype == torch.int16:
-                master = whole_masters(stepped, master)
-            for kind, tensor in found.items():
-                if self._get_state_key_dtype(kind) == torch.bfloat16:
-                    found[kind] = tensor.bfloat16()
-            # The writing process copies state of the device, which need not pass /dev/shm.
-            to = "cpu" if self.config.optimizer_offload_fraction else stepped.device
-            return {kind: tensor.to(to) for kind, tensor in {**found, "param": master}.items()}
+    def pieces_of(
+        self, param: torch.nn.Parameter, is_loading: bool
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield pieces; tensors that have the type of checkpoints are the state itself.
 
-    def _set_main_param_and_optimizer_states(
-        self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
-    ) -> None:
-        if not self.config.use_precision_aware_optimizer:
-            super()._set_main_param_and_optimizer_states(model_param, tensors)
-            return
-        stepped, adam = self._stepped(model_param), self.optimizer
-        found = {kind: tensor.to(stepped.device, torch.float32) for kind, tensor in tensors.items()}
-        master, kept = found.pop("param"), adam.state[stepped].get("master_param")
-        with self._in_parts.on_device(stepped):
-            if stepped.dtype == torch.float32:
-                stepped.copy_(master)
-            else:
-                if kept.dtype == torch.int16:
-                    weights, master = split_masters(master)
-                    stepped.copy_(weights)
-                adam.set_scaled_state(stepped, "master_param", master)
-            for kind, tensor in found.items():
-                adam.set_scaled_state(stepped, kind, tensor)
-
-    def sharded_param_state_fs_model_space(
-        self,
-        model_sharded_state_dict: ShardedStateDict,
-        is_loading: bool = False,
-        metadata: dict | None = None,
-    ) -> dict[int, dict[str, ShardedTensorFactory]]:
-        """Return the state as boxes of parameters, in place of a format that Megatron has dropped.
-
-        Files are those of Megatron's fully reshardable format.
+        Raises:
+            RuntimeError: a step or load has failed, so that there is no one state to save.
         """
-        return param_state(self, model_sharded_state_dict, is_loading)
+        types = {k: self._get_state_key_dtype(k) for k in ("param", *self.optimizer_state_keys)}
+        types = {kind: t if t in UNSCALED else torch.float32 for kind, t in types.items()}
+        for piece in self._in_parts.pieces[self._stepped(param)]:
+            if is_loading:
+                yield {k: torch.empty_like(piece, dtype=t, device="meta") for k, t in types.items()}
+            else:
+                self._in_parts.check()
+                yield {kind: self._saved(piece, kind) for kind in types}
+
+    def _saved(self, piece: torch.Tensor, kind: str) -> torch.Tensor:
+        name = "master_param" if kind == "param" else kind
+        tensor = self.optimizer.state[piece].get(name)
+        if kind == "param" and piece.dtype == torch.float32:
+            return piece  # Transformer Engine's own copy keeps its first value
+        if tensor.dtype == torch.int16:
+            return Masters(piece, tensor)
+        if type(tensor) is torch.Tensor and tensor.dtype in UNSCALED:
+            return tensor
+        with self._in_parts.on_device(piece):
+            value = self.optimizer.get_unscaled_state(piece, name)
+            return value.cpu() if self.config.optimizer_offload_fraction else value
+
+    def _load(self, piece: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        adam = self.optimizer
+        with self._in_parts.on_device(piece):
+            for kind, tensor in tensors.items():
+                value = tensor.to(piece.device, torch.float32)
+                if kind != "param":
+                    adam.set_scaled_state(piece, kind, value)
+                elif piece.dtype == torch.float32:
+                    piece.copy_(value)
+                else:
+                    if adam.state[piece]["master_param"].dtype == torch.int16:
+                        weights, value = split_masters(value)
+                        piece.copy_(weights)
+                    adam.set_scaled_state(piece, "master_param", value)
 
 
 def _by_type(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Copies]:

@@ -29,7 +29,7 @@ from megatron.core.models.mimo.joint_optimizer.gradients import (
     total_norm,
     unscale,
 )
-from megatron.core.models.mimo.joint_optimizer.leaf import LeafOptimizer
+from megatron.core.models.mimo.joint_optimizer.leaf import LeafOptimizer, PrecisionAwareLeaf
 from megatron.core.models.mimo.joint_optimizer.remainders import keeps_halves
 from megatron.core.models.mimo.joint_optimizer.state import (
     leaves,
@@ -317,17 +317,17 @@ def _module_optimizer(
         return None
     if config.optimizer_cpu_offload and not config.use_precision_aware_optimizer:
         raise ValueError("optimizer_cpu_offload needs use_precision_aware_optimizer")
-    config = copy.copy(config)
+    is_aware, config = config.use_precision_aware_optimizer, copy.copy(config)
     config.store_param_remainders = keeps_halves(config)
     config.optimizer_offload_fraction *= config.optimizer_cpu_offload
-    config.optimizer_cpu_offload = False  # LeafOptimizer's state is on the host, not the steps
+    config.optimizer_cpu_offload = False  # the state is on the host, not the steps
     optimizer = get_megatron_optimizer(
         config,
         stages,
         config_overrides,
         use_gloo_process_groups=False,
         pg_collection=groups,
-        distributed_optimizer=LeafOptimizer,
+        distributed_optimizer=PrecisionAwareLeaf if is_aware else LeafOptimizer,
     )
     trained = [leaf for leaf in leaves(optimizer) if not leaf.is_stub_optimizer]
     return ChainedOptimizer(trained) if trained else None

@@ -11,8 +11,13 @@ from argparse import Namespace
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+aten = torch.ops.aten
+VIEWS = {aten.detach.default, aten.index.Tensor, aten.slice.Tensor, aten.view.default}
+"""Operations that `Masters` applies to both halves."""
 
 
 def keeps_halves(options: OptimizerConfig | Namespace) -> bool:
@@ -34,3 +39,35 @@ def split_masters(masters: Tensor) -> tuple[Tensor, Tensor]:
     remainders = bits.to(torch.int16)
     upper = (bits >> 16) + (remainders < 0).int()
     return upper.to(torch.int16).view(torch.bfloat16), remainders
+
+
+class Masters(Tensor):
+    """Master weights, fp32, that an operation other than a view makes, as does a copy to the host.
+
+    A checkpoint's writer copies one tensor after the other, so the device never has all of them.
+
+    Args:
+        weights: bf16. remainders: int16, of the same shape; may be on the host.
+    """
+
+    @staticmethod
+    def __new__(cls, weights: Tensor, remainders: Tensor):
+        where = {"dtype": torch.float32, "device": remainders.device}
+        return Tensor._make_wrapper_subclass(cls, weights.shape, **where)
+
+    def __init__(self, weights: Tensor, remainders: Tensor) -> None:
+        self._halves = weights, remainders
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return Masters, self._halves
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in VIEWS:
+            return cls(*(func(half, *args[1:]) for half in args[0]._halves))
+        args, kwargs = tree_map_only(cls, cls._whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _whole(self) -> Tensor:
+        weights, remainders = self._halves
+        return whole_masters(weights, remainders.to(weights.device)).to(remainders.device)

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+if TYPE_CHECKING:
+    from megatron.core.models.mimo.joint_optimizer.leaf import LeafOptimizer
 
 MODEL_SPACE = "fully_sharded_model_space"
 """Megatron's name for optimizer states that are parts of parameters."""
@@ -83,39 +86,42 @@ def number_parameters(optimizer: DistributedOptimizer) -> None:
 
 
 def param_state(
-    optimizer: DistributedOptimizer,
+    optimizer: "LeafOptimizer",
     model_sharded_state_dict: ShardedStateDict,
     is_loading: bool,
 ) -> dict[int, dict[str, ShardedTensorFactory]]:
-    """Return the sharded state of each parameter that this rank has a part of, in buffer order.
+    """Return the sharded state of this rank's pieces of parameters, in buffer order.
 
-    Loading reads into new tensors, so the state stays unchanged until everything is read.
+    Loading reads into new tensors in host memory, so the state stays unchanged until everything is
+    read. Saving copies state of the host box by box, and leaves the device's to the writer.
     """
     kinds = (ShardedTensor, ShardedTensorFactory)
     found, _ = extract_matching_values(model_sharded_state_dict, lambda x: isinstance(x, kinds))
     views = {part.data: part for part in nested_values(found)}
-    held = [
-        part
-        for buffer in optimizer.gbuf_ranges
-        for buckets in buffer.values()
-        for bucket in buckets
-        for part in bucket["param_map"].items()
-    ]
     state = {}
-    for number, (param, ranges) in enumerate(held):
+    for param, start in shards_of(optimizer):
         if param not in views:
             raise ValueError(f"the model's state lacks a parameter of {tuple(param.shape)}")
         view, instance = views[param], optimizer.distributed_optimizer_instance_id
         replica = (*view.replica_id[:2], instance)  # each data-parallel rank has its own part
-        flats = optimizer._get_main_param_and_optimizer_states(param)
-        part, device = ranges["param"], flats["param"].device
-        placed = list(_placed(view, part.start, part.end, device))
-        state[number] = {
-            kind: _factory(placed, f"optimizer.state.{kind}", flat, replica, is_loading)
-            for kind, flat in flats.items()
-            if kind != "step"  # belongs to a parameter group, and is saved with it
-        }
+        for flats in optimizer.pieces_of(param, is_loading):
+            stop = start + flats["param"].numel()
+            placed = list(_placed(view, start, stop))
+            state[len(state)] = {
+                kind: _factory(placed, f"optimizer.state.{kind}", flat, replica, is_loading)
+                for kind, flat in flats.items()
+                if kind != "step"  # belongs to a parameter group, and is saved with it
+            }
+            start = stop
     return state
+
+
+def shards_of(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int]]:
+    """Yield each parameter of which this rank has a shard, and the shard's first element."""
+    for buffer in optimizer.gbuf_ranges:
+        for bucket in itertools.chain.from_iterable(buffer.values()):
+            for param, ranges in bucket["param_map"].items():
+                yield param, ranges["param"].start
 
 
 def _factory(
@@ -134,12 +140,15 @@ def _factory(
     def build(key: str, flat: Tensor, replica: ReplicaId, _: None) -> list[ShardedTensor]:
         shards = []
         for part, box, places in placed:
+            data = None if is_loading else flat[places]
+            if data is not None and data.is_cpu:
+                data = data.clone()  # training would change what a writing process reads
             # Boxes form no regular grid, to which the checkpoint could prepend axes: they have all.
             shape = (1,) * part.prepend_axis_num + box.shape
             shard = replace(
                 part,
                 key=f"{prefix}.{part.key}",
-                data=None if is_loading else flat[places].view(shape),
+                data=None if is_loading else data.view(shape),
                 dtype=flat.dtype,
                 local_shape=shape,
                 global_offset=_moved(part, box),
@@ -151,7 +160,7 @@ def _factory(
         return shards
 
     def merge(loaded: list[Tensor]) -> Tensor:
-        merged = torch.empty_like(flat)
+        merged = torch.empty(flat.shape, dtype=flat.dtype)
         for tensor, (_, _, places) in zip(loaded, placed, strict=True):
             merged[places] = tensor.flatten().to(merged)
         return merged
@@ -169,11 +178,8 @@ def _placed(
     view: ShardedTensor | ShardedTensorFactory,
     start: int,
     stop: int,
-    device: torch.device,
 ) -> Iterator[Placed]:
     """Yield the boxes of elements ``start`` to ``stop`` of this rank's (model-parallel) parameter.
-
-    Index tensors are on ``device``, where the optimizer has its state.
 
     Raises:
         ValueError: a factory makes tensors that have the parameter's elements in another order.
@@ -183,7 +189,7 @@ def _placed(
             yield view, box, slice(places.start - start, places.stop - start)
         return
     # Applied to element numbers, the factory shows which elements go where.
-    numbers = torch.arange(view.data.numel(), device=device).view(view.data.shape)
+    numbers = torch.arange(view.data.numel(), device=view.data.device).view(view.data.shape)
     for part in nested_values(view.build_fn(view.key, numbers, view.replica_id, None)):
         own = part.data.flatten()
         if not bool((own[1:] > own[:-1]).all()):
@@ -191,7 +197,10 @@ def _placed(
         ends = torch.tensor([start, stop], device=own.device)
         first, last = torch.searchsorted(own, ends).tolist()
         for box, places in _with_places(part.local_shape, first, last):
-            yield part.without_data(), box, own[places] - start
+            inside = own[places] - start
+            low, high = inside[0].item(), inside[-1].item()
+            is_run = high - low == len(inside) - 1
+            yield part.without_data(), box, slice(low, high + 1) if is_run else inside.cpu()
 
 
 def _with_places(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Box, slice]]:

@@ -12,7 +12,7 @@ still computes every step, with the same kernel, so results have the same bits.
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +28,10 @@ SLOTS = 3
 
 @dataclass(eq=False)
 class Part:
-    """Parameters of one group that are stepped together, of one type.
+    """Pieces of one group's parameters that are stepped together, of one type.
 
     Attributes:
-        size: elements of the parameters.
+        size: elements of the pieces.
         held: memory on the host with all their state, uint8; None for parts on the device.
         tensors: the state's tensors, in the order in which they lie in ``held``.
     """
@@ -72,16 +72,24 @@ def tensors_of(state: dict[str, Tensor]) -> list[Tensor]:
 class StepsInParts:
     """An optimizer that steps parts of its groups one after the other.
 
-    A part has at most ``most`` elements, or one parameter. All parts of a group have the group's
-    settings and number of steps.
+    A part has at most ``most`` elements. All parts of a group have the group's settings and number
+    of steps.
 
     Args:
         fraction: how much of the parameters has its state on the host; FusedAdam alone.
+
+    Attributes:
+        pieces: what has a state: a parameter, or views of ``most`` elements and a rest of a larger
+            one. FP8 and fp16 state has a scale for each piece.
+        is_whole: False from a step's or load's beginning to its end, and after one that failed.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, most: int, fraction: float = 0.0) -> None:
-        self._inner = inner
-        self.parts = _parts(inner.param_groups, most, fraction)
+        self._inner, self.is_whole = inner, True
+        params = [param for group in inner.param_groups for param in group["params"]]
+        self._cut = {p: p.detach().view(-1).split(most) for p in params if p.numel() > most}
+        self.pieces = {param: self._cut.get(param, (param,)) for param in params}
+        self.parts = _parts(inner.param_groups, self.pieces, most, fraction)
         self._on_host = [part for part in self.parts if part.on_host]
         self._on_device = [part for part in self.parts if not part.on_host]
         self._held = {param for part in self._on_host for param in part.params}
@@ -95,20 +103,20 @@ class StepsInParts:
         """Make the state that the first step would make, and move parts to the host."""
         adam = self._inner
         for part in self.parts:
-            for param in part.params:
-                if not adam.state[param]:
-                    in_halves = adam.store_param_remainders and param.dtype == torch.bfloat16
-                    adam.initialize_state(param, in_halves)
+            for piece in part.params:
+                if not adam.state[piece]:
+                    in_halves = adam.store_param_remainders and piece.dtype == torch.bfloat16
+                    adam.initialize_state(piece, in_halves)
             if part.on_host and part.held is None:
                 part.hold(adam.state)
 
     @contextmanager
-    def on_device(self, param: Tensor) -> Iterator[None]:
-        """Have the state of one parameter on the device inside the block."""
-        tensors = tensors_of(self._inner.state[param]) if param in self._held else []
+    def on_device(self, piece: Tensor) -> Iterator[None]:
+        """Have the state of one piece on the device inside the block."""
+        tensors = tensors_of(self._inner.state[piece]) if piece in self._held else []
         before = [tensor.data for tensor in tensors]
         for tensor in tensors:
-            tensor.data = tensor.data.to(param.device, copy=True)
+            tensor.data = tensor.data.to(piece.device, copy=True)
         try:
             yield
         finally:
@@ -116,18 +124,34 @@ class StepsInParts:
                 memory.copy_(tensor.data)
                 tensor.data = memory
 
+    def check(self) -> None:
+        """Raise RuntimeError if a step or load has failed."""
+        if not self.is_whole:
+            raise RuntimeError(
+                "the optimizer failed in a step or load, and is of two states: load a checkpoint"
+            )
+
     def step(self) -> None:
-        """Step all parts."""
+        """Step all parts, after a `check`."""
+        self.check()
+        self.is_whole = False
+        for param, pieces in self._cut.items():
+            name = "decoupled_grad" if hasattr(param, "decoupled_grad") else "grad"
+            gradients = getattr(param, name).view(-1).split(len(pieces[0]))
+            for piece, gradient in zip(pieces, gradients, strict=True):
+                setattr(piece, name, gradient)
         groups, stepped = self._inner.param_groups, {}
         try:
-            for part in itertools.chain(self._streamed(), self._on_device):
-                stepped[part.group] = {**groups[part.group], "params": part.params}
-                self._inner.param_groups = [stepped[part.group]]
-                self._inner.step()
+            with closing(self._streamed()) as streamed:
+                for part in itertools.chain(streamed, self._on_device):
+                    stepped[part.group] = {**groups[part.group], "params": part.params}
+                    self._inner.param_groups = [stepped[part.group]]
+                    self._inner.step()
         finally:
             self._inner.param_groups = groups
         for number, settings in stepped.items():
             groups[number] |= {**settings, "params": groups[number]["params"]}
+        self.is_whole = True
 
     def _streamed(self) -> Iterator[Part]:
         """Yield the host's parts with their state on the device, the next one on its way there, and
@@ -153,36 +177,42 @@ class StepsInParts:
             return memory, into.record_event()
 
         coming = bring(0)
-        for number, part in enumerate(self._on_host):
-            memory, is_there = coming
-            if number + 1 < len(self._on_host):
-                coming = bring(number + 1)
-            current.wait_event(is_there)
-            part.place(memory)
-            yield part
-            back.wait_stream(current)
-            with torch.cuda.stream(back):
-                part.held.copy_(memory, non_blocking=True)
-            part.place(part.held)
-            freed.append(back.record_event())
-        current.wait_stream(back)
+        try:
+            for number, part in enumerate(self._on_host):
+                memory, is_there = coming
+                if number + 1 < len(self._on_host):
+                    coming = bring(number + 1)
+                current.wait_event(is_there)
+                part.place(memory)
+                yield part
+                back.wait_stream(current)
+                with torch.cuda.stream(back):
+                    part.held.copy_(memory, non_blocking=True)
+                part.place(part.held)
+                freed.append(back.record_event())
+        finally:
+            part.place(part.held)  # a step that failed leaves its part in a slot
+            current.wait_stream(into)
+            current.wait_stream(back)
 
 
-def _parts(groups: list[dict], most: int, fraction: float) -> list[Part]:
+def _parts(
+    groups: list[dict], pieces: dict[Tensor, tuple[Tensor, ...]], most: int, fraction: float
+) -> list[Part]:
     found: list[Part] = []
-    left = fraction * sum(param.numel() for group in groups for param in group["params"])
+    left = fraction * sum(param.numel() for param in pieces)
     for number, group in enumerate(groups):
-        for param in group["params"]:
-            kind = number, param.dtype, left > 0
+        for piece in itertools.chain.from_iterable(pieces[param] for param in group["params"]):
+            kind = number, piece.dtype, left > 0
             last = found[-1] if found else None
             if (
                 not last
                 or (last.group, last.dtype, last.on_host) != kind
-                or last.size + param.numel() > most
+                or last.size + piece.numel() > most
             ):
                 last = Part(*kind)
                 found.append(last)
-            last.params.append(param)
-            last.size += param.numel()
-            left -= param.numel()
+            last.params.append(piece)
+            last.size += piece.numel()
+            left -= piece.numel()
     return found
