@@ -283,19 +283,20 @@ OFFLOAD = f"{PRECISE} --optimizer-cpu-offload"
 @pytest.mark.parametrize(
     ("options", "state"),
     [
-        ("", (4, 12, 0)),
-        ("--grad-reduce-in-bf16", (2, 12, 0)),
-        (PRECISE, (4, 2 + 8, 0)),
-        (f"{PRECISE} --main-params-dtype fp16", (4, 2 + 8, 0)),
+        ("", (4, 12, 0, 12)),
+        ("--grad-reduce-in-bf16", (2, 12, 0, 12)),
+        (PRECISE, (4, 2 + 8, 0, 12)),
+        (f"{PRECISE} --main-params-dtype fp16", (4, 2 + 8, 0, 12)),
         (
             f"{PRECISE} --main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype=fp8",
-            (2, 2 + 3, 0),
+            (2, 2 + 3, 0, 4 + 2 + 4),
         ),
-        (f"{OFFLOAD} --optimizer-offload-fraction 0.75", (4, 2.5, 7.5)),
+        (f"{OFFLOAD} --optimizer-offload-fraction 0.75", (4, 2.5, 7.5, 12)),
     ],
 )
 def test_state_has_the_types_that_the_optimizer_keeps(options, state, monkeypatch):
-    """Bytes of a gradient and of Adam's state, by the documentation of Megatron and FusedAdam."""
+    """Bytes of a gradient and of Adam's state, by the documentation of Megatron and FusedAdam; a
+    checkpoint has whole weights, moments in bf16 or fp32, and the bf16 weights."""
     monkeypatch.setattr(derived, "has_loss_kernel", lambda: True)
     plan = plan_of(Run.of(shlex.split(f"--device cuda --bf16 --plan 2 {options}"), 2))
     (parts,) = memory_of(plan)
@@ -303,7 +304,8 @@ def test_state_has_the_types_that_the_optimizer_keeps(options, state, monkeypatc
     assert parts["gradients"] == state[0] * numbers
     assert state[1] * numbers / 2 <= parts["optimizer"] <= state[1] * numbers
     (host,) = host_memory_of(plan)
-    assert host * state[1] == pytest.approx(parts["optimizer"] * state[2])
+    shard = parts["optimizer"] / state[1]
+    assert host == pytest.approx({"state": shard * state[2], "save": shard * (state[3] + 2)})
     # Logits and gradients in bf16; Megatron's loss has an fp32 softmax and gradient.
     without = replace(plan.task, state=plan.task.state._replace(logit=None))
     assert parts["loss"] == memory_of(replace(plan, task=without))[0]["loss"] * 4 / 10

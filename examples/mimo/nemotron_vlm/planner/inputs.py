@@ -150,18 +150,21 @@ def state_of(args: Namespace, in_16_bits: bool) -> StateBytes:
     """Return what Adam of Megatron's distributed optimizer keeps for each parameter.
 
     It keeps two moments and, if the parameters have 16 bits, the weight, each in fp32 unless the
-    options of the precision-aware optimizer say otherwise. Of fp32 weights beside bf16 parameters,
-    that optimizer keeps the other half.
+    options of the precision-aware optimizer say otherwise. Beside bf16 parameters, that one may
+    keep the other half of fp32 weights. Checkpoints have whole weights, and moments in bf16 or
+    fp32.
     """
     narrow = args.grad_reduce_in_bf16 or args.main_grads_dtype != torch.float32
     narrow = narrow or (args.fp16 and not args.accumulate_allreduce_grads_in_fp32)
-    kept = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+    moments = args.exp_avg_dtype, args.exp_avg_sq_dtype
+    kept = sum(moment.itemsize for moment in moments)
+    saved = 4 + sum(2 if moment == torch.bfloat16 else 4 for moment in moments)
     kept += (2 if keeps_halves(args) else args.main_params_dtype.itemsize) * in_16_bits
     on_host = kept * args.optimizer_offload_fraction * args.optimizer_cpu_offload
     gradient = 2.0 if narrow and in_16_bits else 4.0
     # The kernel keeps logits and their gradient.
     logit = 2 * (2.0 if in_16_bits else 4.0) if args.loss_kernel else None
-    return StateBytes(gradient, kept - on_host, on_host, logit)
+    return StateBytes(gradient, kept - on_host, on_host, saved, logit)
 
 
 def machine_of(args: Namespace) -> Machine:

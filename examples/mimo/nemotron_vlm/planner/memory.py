@@ -6,6 +6,8 @@ The peak is at the beginning of a backward, when all activations are kept; layer
 are freed before. Of the data's rows, those with the largest images count.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from examples.mimo.common.layout import Layout
@@ -34,18 +36,27 @@ def peak(plan: Plan) -> float:
     return max(sum(parts.values()) for parts in memory_of(plan))
 
 
-def host_memory_of(plan: Plan) -> list[float]:
-    """Return the bytes of the optimizer's state on the host, for a rank of each stage."""
-    stages = stages_of_pipeline(plan.layouts)
-    return [plan.task.state.on_host * _shard(plan, stage) for stage in stages]
+def host_memory_of(plan: Plan) -> list[Memory]:
+    """Return the bytes in host memory for a rank of each stage: the optimizer's state, which is
+    there between steps, and what a save copies from the GPU and from that state.
+
+    With adapters, a checkpoint has no frozen weights.
+    """
+    task, hosts = plan.task, []
+    for stage in stages_of_pipeline(plan.layouts):
+        trained = held(task.preset, plan.layouts, stage, task.frozen, task.adapters)
+        every = trained if task.adapters else held(task.preset, plan.layouts, stage)
+        shard = _shard(plan, trained)
+        saved = task.state.saved * shard + task.machine.precision * _shard(plan, every)
+        hosts.append({"state": task.state.on_host * shard, "save": saved})
+    return hosts
 
 
-def _shard(plan: Plan, stage: Stage) -> float:
-    """Return how many parameters have the optimizer's state on a rank."""
-    task, lay = plan.task, plan.layouts.language
+def _shard(plan: Plan, numbers: Sequence[float]) -> float:
+    """Return a rank's share of parameters, which `held` counts, if replicas divide them."""
+    lay = plan.layouts.language
     replicas = *(each.dp for each in plan.layouts.encoders), lay.dp * lay.cp, lay.expt_dp
-    trained = held(task.preset, plan.layouts, stage, task.frozen, task.adapters)
-    return sum(number / copies for number, copies in zip(trained, replicas, strict=True))
+    return sum(number / copies for number, copies in zip(numbers, replicas, strict=True))
 
 
 def _state(plan: Plan, stage: Stage) -> Memory:
@@ -56,7 +67,7 @@ def _state(plan: Plan, stage: Stage) -> Memory:
     return {
         "parameters": task.machine.precision * sum(every),
         "gradients": task.state.gradient * sum(trained),
-        "optimizer": task.state.optimizer * _shard(plan, stage),
+        "optimizer": task.state.optimizer * _shard(plan, trained),
     }
 
 

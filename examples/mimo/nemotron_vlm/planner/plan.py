@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 class StateBytes(NamedTuple):
     """Bytes for each parameter: its gradient, and the optimizer's state of the rank's shard, on the
-    GPU and on the host; and for each logit, None with Megatron's loss."""
+    GPU, on the host and in a checkpoint; and for each logit, None with Megatron's loss."""
 
     gradient: float = 4.0
     optimizer: float = 12.0
     on_host: float = 0.0
+    saved: float = 12.0
     logit: float | None = None
 
 

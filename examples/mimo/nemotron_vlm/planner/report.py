@@ -106,14 +106,17 @@ def _row(plan: Plan) -> list[str]:
 
 
 def memory_table(plan: Plan) -> str:
-    """Return a table of a rank's GiB by pipeline stage and part; those on the host come last."""
+    """Return a table of a rank's GiB by pipeline stage and part, and a line about host memory."""
     memory, hosts = memory_of(plan), host_memory_of(plan)
     names = list(dict.fromkeys(name for parts in memory for name in parts if parts[name]))
-    rows = [["stage", *names, "sum", *["host"] * any(hosts)]]
-    for stage, part, host in zip(stages_of_pipeline(plan.layouts), memory, hosts, strict=True):
+    rows = [["stage", *names, "sum"]]
+    for stage, part in zip(stages_of_pipeline(plan.layouts), memory, strict=True):
         cells = [part.get(name, 0.0) for name in names]
-        rows.append([stage.name, *map(gib, (*cells, sum(cells), *[host] * any(hosts)))])
-    return table(rows)
+        rows.append([stage.name, *map(gib, (*cells, sum(cells)))])
+    ranks = min(plan.task.world, plan.task.machine.gpus_per_node)
+    state, save = (gib(ranks * max(host[kind] for host in hosts)) for kind in ("state", "save"))
+    host = f"GiB of host memory for {ranks} ranks of a node: optimizer {state}, a save {save} more"
+    return f"{table(rows)}\n{host}"
 
 
 def gib(size: float) -> str:

@@ -67,10 +67,11 @@ def test_the_stages_of_a_layout_hold_the_published_model_between_them(alone):
     layout = ("--language", "pp=2,ep=8", "--micro-batch-size", "1", "--device", "cuda")
     layout += ("--transformer-impl", "transformer_engine", "--cuda-graph-impl", "local")
     line = read([*PUBLISHED, *layout, "--dry-run", "16"])
-    said, heads, *stages, _, step = dry_run(line).splitlines()
+    said, heads, *stages, host, _, step = dry_run(line).splitlines()
     assert "in fp32" in said and "the largest 31,744)" in said  # 31 tiles of 1024 patches
     assert heads.split()[:4] == "stage parameters gradients optimizer".split()
     assert step.startswith("predicted step of 4 microbatches")
+    assert host.startswith("GiB of host memory for 8 ranks of a node: optimizer 0, a save ")
     held = [float(stage.split()[2]) * 2**30 / 4e9 for stage in stages]
     sharded = 23 * 128 * 2 * 2688 * 1856 / 1e9
     assert sum(held) == pytest.approx(31.5779 + 2 * 0.8115 - sharded * 7 / 8, rel=5e-3)
