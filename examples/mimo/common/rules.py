@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules that runs keep: what a rule is, the check, and rules of common forms."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from examples.mimo.common.errors import UserError
@@ -20,32 +20,34 @@ class Rule(NamedTuple):
     """A rule that a run must keep.
 
     title: the options that break it, as the refusal names them. is_broken: a condition on the run.
-    why: the reason; without one, the condition returns the whole refusal. cure: what works, if it
-    is more than to leave the options out. example: a command line that breaks the rule; the title
-    by default, None where only another machine can break it.
+    why: the reason. cure: what works, if it is more than to leave the options out. example: a
+    command line that breaks the rule; the title by default, None where only another machine can
+    break it.
     """
 
     title: str
     is_broken: Callable[[Any], object]
-    why: str = ""
+    why: str
     cure: str = ""
     example: str | None = ""
 
 
-def check(run: Any, rules: Iterable[Rule]) -> None:
-    """Refuse a run that breaks a rule, by the first one.
+def refusals(run: Any, rules: Iterable[Rule]) -> Iterator[str]:
+    """Yield the refusals of the rules that a run breaks: the options, the reason and the cure.
 
     Args:
         run: has ``args``, Megatron's arguments, and what else the rules look at.
-
-    Raises:
-        UserError: one line with the options, the reason and the cure.
     """
     for rule in rules:
-        if broken := rule.is_broken(run):
+        if rule.is_broken(run):
             cure = f"; {rule.cure}" if rule.cure else ""
-            refusal = f"{rule.title} is not taken here: {rule.why}{cure}"
-            raise UserError(refusal if rule.why else broken)
+            yield f"{rule.title} is not taken here: {rule.why}{cure}"
+
+
+def check(found: Iterable[str]) -> None:
+    """Raise the first of the refusals as a `UserError`, if there is one."""
+    for refusal in found:
+        raise UserError(refusal)
 
 
 def has(run: Any, options: str) -> bool:

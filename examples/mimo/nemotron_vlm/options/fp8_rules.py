@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from examples.mimo.common.layout import Layout, option_of
-from examples.mimo.common.rules import ON_ENGINE, Rule
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.transformer.moe.device_counts import counts_stay_on_device
@@ -22,8 +21,8 @@ VIT = Symbols.ATTENTION + Symbols.MLP
 """Layers of an encoder, as a pattern."""
 
 
-def violations(run: Any) -> Iterator[str]:
-    """Yield the sizes of parts in FP8 that its products do not take, with the multiple."""
+def of_fp8(run: Any) -> Iterator[str]:
+    """Yield the refusals of sizes of parts in FP8 that its products do not take."""
     args, configs = run.args, run.configs
     if configs.language.fp8:
         yield from _token_violations(args, run.layouts.language, configs.language)
@@ -100,12 +99,3 @@ def _token_violations(args: Namespace, layout: Layout, config: TransformerConfig
                 f"cp={layout.cp} = {tokens} tokens must be a multiple of {multiple} with "
                 f"--fp8-recipe {args.fp8_recipe} and tp={layout.tp}"
             )
-
-
-OF_FP8 = [
-    Rule(
-        "--fp8-format",
-        lambda r: next(violations(r), None),
-        example=f"{ON_ENGINE} --bf16 --fp8-format hybrid --fp8-recipe tensorwise --hidden-size 72",
-    )
-]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 
-from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
 from examples.mimo.common.layout_rules import (
     language_violation,
@@ -26,64 +25,38 @@ Check = Callable[[Layout], str | None]
 """Returns the first rule that a module's layout breaks, or None."""
 
 
-def resolve(
-    encoders: Sequence[Layout],
-    language: Layout,
-    batch: Batch,
-    world_size: int,
-    preset: VLMPreset,
-    placement: str = COLOCATED,
-) -> Layouts:
-    """Derive the sizes that were left out, check every rule, and return the layouts.
+def violation(layouts: Layouts, ranks: Sequence[int], preset: VLMPreset) -> str | None:
+    """Return the first rule that the layouts break, and the nearest layouts that keep it, or None.
 
     Args:
-        encoders: a layout for each encoder of ``preset``, in its order.
-
-    Raises:
-        UserError: a rule is broken; the message names the numbers, the rule, and the nearest
-            layouts that would work.
+        ranks: of each module, by `ranks_of_modules`.
     """
-    *ranks, for_language = taken = ranks_of_modules(encoders, language, world_size, placement)
-    if min(taken) < 1:
-        modules = zip(taken, (*preset.names, "language"), strict=True)
+    if min(ranks) < 1:
+        modules = zip(ranks, (*preset.names, "language"), strict=True)
         shares = " and ".join(f"{count} for {name}" for count, name in modules)
-        raise UserError(
-            f"--placement {NON_COLOCATED}: the layouts leave {shares} of {world_size} ranks; each "
+        return (
+            f"--placement {NON_COLOCATED}: the layouts leave {shares} of {sum(ranks)} ranks; each "
             "module needs one or more"
         )
-    layouts = derive(encoders, language, batch, world_size, placement)
-    language = layouts.language
-    apart = layouts.non_colocated
+    language, apart, (*own, for_language) = layouts.language, layouts.non_colocated, ranks
 
-    def language_rule(layout: Layout) -> str | None:
-        if apart and layout.vpp > 1:
-            return f"vpp={layout.vpp} needs --placement {COLOCATED}"
-        return language_violation(layout, for_language, preset.language, batch)
+    def of_language(lay: Layout) -> str | None:
+        if apart and lay.vpp > 1:
+            return f"vpp={lay.vpp} needs --placement {COLOCATED}"
+        return language_violation(lay, for_language, preset.language, layouts.batch)
 
-    def check(name: str, layout: Layout, ranks: int, rule: Check, fitting: str = "") -> None:
-        if broken := never_spanned(layout, ranks) or rule(layout):
-            raise UserError(f"{name}: {broken}. {_nearest(layout, ranks, rule, fitting)}")
+    def with_language(rule: Check) -> Check:
+        return lambda lay: rule(lay) or pair_violation(lay, layouts)
 
-    checked = [
-        (f"--encoder {text}", layout, own, partial(encoder_violation, own, entry, apart))
-        for text, layout, own, entry in zip(
-            layouts.named_encoders(preset.names),
-            layouts.encoders,
-            ranks,
-            preset.encoders,
-            strict=True,
-        )
-    ]
-    for each in checked:
-        check(*each)
-    check(f"--language {language}", language, for_language, language_rule)
-    for name, layout, own, rule in checked:
-
-        def both(layout: Layout, rule: Check = rule) -> str | None:
-            return rule(layout) or pair_violation(layout, layouts)
-
-        check(f"{name} with --language {language}", layout, own, both, "encoders ")
-    return layouts
+    texts = [f"--encoder {text}" for text in layouts.named_encoders(preset.names)]
+    modules = zip(texts, layouts.encoders, own, preset.encoders, strict=True)
+    alone = [(text, lay, n, partial(encoder_violation, n, e, apart)) for text, lay, n, e in modules]
+    of_all = f"--language {language}", language, for_language, of_language
+    pairs = [(f"{text} with {of_all[0]}", *lay, with_language(rule)) for text, *lay, rule in alone]
+    for text, layout, count, rule in (*alone, of_all, *pairs):
+        if broken := never_spanned(layout, count) or rule(layout):
+            return f"{text}: {broken}. {_nearest(layout, count, rule)}"
+    return None
 
 
 def derive(
@@ -93,7 +66,11 @@ def derive(
     world_size: int,
     placement: str = COLOCATED,
 ) -> Layouts:
-    """Derive the sizes that were left out; `resolve` checks the rules, too."""
+    """Derive the sizes that were left out; `violation` checks the layouts.
+
+    Args:
+        encoders: a layout for each encoder of the model, in its order.
+    """
     *ranks, for_language = ranks_of_modules(encoders, language, world_size, placement)
     language = _derive(language, for_language)
     return Layouts(tuple(map(_derive, encoders, ranks)), language, batch, placement)
@@ -164,7 +141,7 @@ def pair_violation(encoder: Layout, layouts: Layouts) -> str | None:
     return None
 
 
-def _nearest(wanted: Layout, world_size: int, rule: Check, what: str) -> str:
+def _nearest(wanted: Layout, world_size: int, rule: Check) -> str:
     axes = ["tp"] + [axis for axis in ("cp", "pp", "ep") if getattr(wanted, axis) > 1]
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
     tried = (
@@ -183,4 +160,4 @@ def _nearest(wanted: Layout, world_size: int, rule: Check, what: str) -> str:
         return sum(abs(math.log2(a / b)) for a, b in pairs), str(layout)
 
     near = sorted(fitting, key=distance)[:3]
-    return f"Nearest {what}that fit: " + "  ".join(map(str, near))
+    return "Nearest that fit: " + "  ".join(map(str, near))

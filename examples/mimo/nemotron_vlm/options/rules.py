@@ -1,21 +1,22 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""All rules of ``pretrain_nemotron_vlm.py``, in one table that is walked once a run."""
+"""All rules of ``pretrain_nemotron_vlm.py``, which are checked once a run."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED, TOKEN_MULTIPLE, Batch
 from examples.mimo.common.layout_rules import main_layers
 from examples.mimo.common.megatron_rules import OF_MEGATRON
 from examples.mimo.common.refused_options import FAMILIES
-from examples.mimo.common.rules import ON_ENGINE, Rule, not_local, refused
+from examples.mimo.common.rules import ON_ENGINE, Rule, not_local, refusals, refused
 from examples.mimo.nemotron_vlm.options.derived import graphs_overlap, lacking_for_flash
-from examples.mimo.nemotron_vlm.options.fp8_rules import OF_FP8
+from examples.mimo.nemotron_vlm.options.fp8_rules import of_fp8
 from examples.mimo.nemotron_vlm.options.graph_rules import MTP, OF_GRAPHS, depths
-from examples.mimo.nemotron_vlm.options.layout_rules import resolve
+from examples.mimo.nemotron_vlm.options.layout_rules import ranks_of_modules, violation
 from examples.mimo.nemotron_vlm.options.own_options import THREE_PHASES
-from examples.mimo.nemotron_vlm.options.value_rules import OF_VALUES
+from examples.mimo.nemotron_vlm.options.value_rules import of_values
 
 ADAPTER_OPTIONS = (
     "--lora-alpha --lora-dropout --lora-rs --lora-target-modules --train-parts".split()
@@ -122,6 +123,11 @@ OF_OWN_OPTIONS = [
         "an optimizer of several modules is saved so that any layout can load it, and no other way",
     ),
     refused(
+        "--recompute-encoder with --placement non-colocated",
+        "only a schedule of colocated modules runs encoders again",
+        example="--placement non-colocated --recompute-encoder 2",
+    ),
+    refused(
         "--save-tokenizer-assets",
         "no tokenizer is loaded, as the samples bring their ids",
         example=None,
@@ -129,116 +135,76 @@ OF_OWN_OPTIONS = [
 ]
 
 
-def _layout_violation(run: Any) -> str | None:
-    try:
-        for batch in run.batches:
-            resolve(*run.wanted, batch, run.args.world_size, run.preset, run.layouts.placement)
-    except UserError as error:
-        return str(error)
-    return None
+RULES = [*FAMILIES, *OF_MEGATRON, *OF_OWN_OPTIONS, *OF_GRAPHS]
+"""Rules that name the options which break them, in the order in which they are checked."""
 
 
-def _instances_violation(run: Any) -> str | None:
-    instances = run.asked.num_distributed_optimizer_instances
-    for layout in run.layouts.modules:
-        if layout.dp % instances or layout.expt_dp % instances:
-            return (
-                f"--num-distributed-optimizer-instances {instances} must divide dp={layout.dp} and "
-                f"expt_dp={layout.expt_dp}, the replicas of experts, of {layout}"
-            )
-    return None
+def of_run(run: Any) -> Iterator[str]:
+    """Yield the refusals of all rules, in the order in which they are checked.
+
+    The last ones need Megatron's derived values.
+    """
+    yield from refusals(run, RULES)
+    yield from of_values(run)
+    yield from of_layouts(run)
+    if run.failed:
+        yield str(run.failed)
+    yield from of_evaluation(run)
+    yield from of_fp8(run)
 
 
-def _multiple_violation(run: Any) -> str | None:
-    language, multiple = run.layouts.language, run.asked.sample_multiple
-    if not (run.asked.pack and multiple % language.token_multiple):
-        return None
-    return (
-        f"--sample-multiple {multiple}: --language {language} needs a multiple of "
-        f"{language.token_multiple} ({TOKEN_MULTIPLE})"
-    )
-
-
-def _macro_batch_violation(run: Any) -> str | None:
-    at_once, count = run.args.encoder_macro_batch, run.layouts.num_microbatches
-    if at_once > 1 and (run.layouts.non_colocated or run.layouts.language.pp > 1):
-        return (
+def of_layouts(run: Any) -> Iterator[str]:
+    """Yield the refusals of layouts, and of options that the layouts do not take."""
+    args, language = run.args, run.layouts.language
+    for batch in run.batches:
+        if broken := _layouts_violation(run, batch):
+            yield broken
+    at_once, count = args.encoder_macro_batch, run.layouts.num_microbatches
+    if at_once > 1 and (run.layouts.non_colocated or language.pp > 1):
+        yield (
             f"--encoder-macro-batch needs --placement {COLOCATED} and a language model with pp=1; "
             "with a pipeline, all microbatches of a step are encoded at once"
         )
-    if graphs_overlap(run.args, run.layouts, at_once):
-        return (
+    if graphs_overlap(args, run.layouts, at_once):
+        yield (
             f"--cuda-graph-impl local: --encoder-macro-batch {at_once} must divide "
             f"the {count} microbatches of a step"
         )
-    return None
+    instances = run.asked.num_distributed_optimizer_instances
+    for layout in run.layouts.modules:
+        if layout.dp % instances or layout.expt_dp % instances:
+            yield (
+                f"--num-distributed-optimizer-instances {instances} must divide dp={layout.dp} and "
+                f"expt_dp={layout.expt_dp}, the replicas of experts, of {layout}"
+            )
+    if run.asked.pack and run.asked.sample_multiple % language.token_multiple:
+        yield (
+            f"--sample-multiple {run.asked.sample_multiple}: --language {language} needs a "
+            f"multiple of {language.token_multiple} ({TOKEN_MULTIPLE})"
+        )
+    if args.encoder_attention == "flash4" and (lacking := lacking_for_flash(args)):
+        yield f"--encoder-attention flash4 needs {lacking}; te does not"
 
 
-def _flash_violation(run: Any) -> str | None:
-    lacking = run.args.encoder_attention == "flash4" and lacking_for_flash(run.args)
-    return f"--encoder-attention flash4 needs {lacking}; te does not" if lacking else None
-
-
-def _evaluation_violation(run: Any) -> str | None:
-    """Hold evaluation's batches to the rules that training's batches keep."""
+def of_evaluation(run: Any) -> Iterator[str]:
+    """Yield the refusals of evaluation's batches, by the rules that training's batches keep."""
     args = run.args
     if not args.eval_iters:
-        return None
-    sizes = args.eval_global_batch_size, args.eval_micro_batch_size
-    if args.pack and sizes[1] != 1:
-        return "--pack makes one row a microbatch: --eval-micro-batch-size must be 1"
-    if args.cuda_graph_impl == "local" and sizes[1] > args.micro_batch_size:
-        return (
-            f"--cuda-graph-impl local: --eval-micro-batch-size {sizes[1]} must be "
+        return
+    size, micro_size = args.eval_global_batch_size, args.eval_micro_batch_size
+    if args.pack and micro_size != 1:
+        yield "--pack makes one row a microbatch: --eval-micro-batch-size must be 1"
+    if args.cuda_graph_impl == "local" and micro_size > args.micro_batch_size:
+        yield (
+            f"--cuda-graph-impl local: --eval-micro-batch-size {micro_size} must be "
             f"{args.micro_batch_size} or less, the size for which graphs have buffers"
         )
-    try:
-        layouts = run.layouts.encoders, run.layouts.language
-        batch = Batch(*sizes, args.seq_length)
-        resolve(*layouts, batch, args.world_size, run.preset, run.layouts.placement)
-    except UserError as error:
-        options = "--eval-global-batch-size {}, --eval-micro-batch-size {}".format(*sizes)
-        return f"{options}: {error}"
-    return None
+    if broken := _layouts_violation(run, Batch(size, micro_size, args.seq_length)):
+        yield f"--eval-global-batch-size {size}, --eval-micro-batch-size {micro_size}: {broken}"
 
 
-OF_LAYOUTS = [
-    Rule("--encoder, --language", _layout_violation, example="--global-batch-size 30"),
-    refused(
-        "--recompute-encoder with --placement non-colocated",
-        "only a schedule of colocated modules runs encoders again",
-        example="--placement non-colocated --recompute-encoder 2",
-    ),
-    Rule(
-        "--encoder-macro-batch",
-        _macro_batch_violation,
-        example="--language pp=2 --encoder-macro-batch 2",
-    ),
-    Rule(
-        "--num-distributed-optimizer-instances",
-        _instances_violation,
-        example="--num-distributed-optimizer-instances 2 --language tp=2",
-    ),
-    Rule(
-        "--sample-multiple",
-        _multiple_violation,
-        example="--pack --seq-length 64 --sample-multiple 2 --language cp=2",
-    ),
-    Rule("--encoder-attention", _flash_violation, example="--encoder-attention flash4"),
-]
-
-OF_MEGATRONS_CHECKS = [
-    Rule("Megatron's own checks", lambda r: r.failed and str(r.failed), example="--fp16 --bf16"),
-    Rule(
-        "--eval-iters",
-        _evaluation_violation,
-        example="--pack --eval-iters 1 --eval-micro-batch-size 2",
-    ),
-]
-
-RULES = [
-    *(*FAMILIES, *OF_MEGATRON, *OF_OWN_OPTIONS, *OF_GRAPHS),
-    *(*OF_VALUES, *OF_LAYOUTS, *OF_MEGATRONS_CHECKS, *OF_FP8),
-]
-"""All rules in the order in which they are checked; the last ones need Megatron's derived values.
-"""
+def _layouts_violation(run: Any, batch: Batch) -> str | None:
+    """Return the first rule that the layouts break with a batch, or None."""
+    layouts, world_size = replace(run.layouts, batch=batch), run.args.world_size
+    ranks = ranks_of_modules(*run.wanted, world_size, layouts.placement)
+    return violation(layouts, ranks, run.preset)

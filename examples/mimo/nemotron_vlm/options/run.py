@@ -21,7 +21,7 @@ from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options import derived
 from examples.mimo.nemotron_vlm.options.command_line import CommandLine, one_line, read
 from examples.mimo.nemotron_vlm.options.layout_rules import derive
-from examples.mimo.nemotron_vlm.options.rules import RULES
+from examples.mimo.nemotron_vlm.options.rules import of_run
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.training.arguments import validate_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
@@ -90,7 +90,7 @@ class Run:
             failed = error
         lora = Adapters.of(args, preset.names)
         run = cls(line, preset, asked, args, wanted, layouts, batches, parts, lora, configs, failed)
-        check(run, RULES)
+        check(of_run(run))
         return run
 
     @property

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from examples.mimo.common.layout import SIZES, option_of
-from examples.mimo.common.rules import Rule
 from examples.mimo.nemotron_vlm.data.reading_options import media_violation
 
 AT_LEAST_1 = """micro_batch_size global_batch_size seq_length encoder_macro_batch sample_multiple
@@ -41,9 +40,52 @@ def saves_into(args: Any, folder: str | None) -> bool:
     return bool(folder and args.save) and Path(folder).resolve() == Path(args.save).resolve()
 
 
-def _number_violations(run: Any) -> Iterator[str]:
-    """Yield the options with numbers out of range."""
-    args = run.asked
+def of_values(run: Any) -> Iterator[str]:
+    """Yield the refusals of values as they were asked for, in the order of the checks."""
+    a = run.asked
+    if run.line.only_asks and not min(a.dry_run, a.plan) == 0 < max(a.dry_run, a.plan):
+        yield "--plan N and --dry-run RANKS take 1 or more, and not both together"
+    if broken := media_violation(a, run.preset):
+        yield broken
+    if a.report and not (a.metrics_out and a.eval_iters):
+        yield (
+            "--report draws the metrics file and what the model reads: add --metrics-out FILE and "
+            "--eval-iters N"
+        )
+    if a.wandb_project and not (a.wandb_exp_name and (a.save or a.wandb_save_dir)):
+        yield "--wandb-project needs --wandb-exp-name NAME, and --wandb-save-dir DIR or --save DIR"
+    every, kept = a.save_interval, a.save_retain_interval
+    if a.save and every and kept and kept % every:
+        yield (
+            f"--save-retain-interval {kept} must be a multiple of --save-interval {every}; "
+            f"nearest: {max(1, round(kept / every)) * every}"
+        )
+    if a.keep_best and not (a.save and a.eval_iters):
+        yield "--keep-best needs --save DIR and --eval-iters N"
+    yield from _of_numbers(a)
+    if a.keep_best and a.eval_interval % every:
+        yield (
+            f"--keep-best {a.keep_best} takes saves of evaluated steps: --save-interval {every} "
+            f"must divide --eval-interval {a.eval_interval}"
+        )
+    if a.report and a.report.suffix not in PICTURES:
+        yield f"--report {a.report}: its name must end in {' or '.join(PICTURES)}"
+    if a.pack and a.micro_batch_size != 1:
+        yield "--pack makes one row a microbatch: --micro-batch-size must be 1"
+    if a.pack and a.seq_length % a.sample_multiple:
+        yield f"--sample-multiple {a.sample_multiple} must divide --seq-length {a.seq_length}"
+    if a.train_samples is not None and a.train_samples < a.global_batch_size:
+        yield (
+            f"--train-samples {a.train_samples} must be {a.global_batch_size} or more, the samples "
+            "of a step"
+        )
+    steps = a.lr_decay_iters or a.train_iters
+    if steps and a.lr_warmup_iters >= steps:
+        yield f"--lr-warmup-iters {a.lr_warmup_iters} must be less than {steps} steps"
+
+
+def _of_numbers(args: Any) -> Iterator[str]:
+    """Yield the refusals of numbers out of range."""
     layers = (names for one, names in AT_LEAST_1_WITH.items() if one in args.hybrid_layer_pattern)
     for name, least in (LEAST | dict.fromkeys(" ".join(layers).split(), 1)).items():
         number = getattr(args, name)
@@ -61,120 +103,3 @@ def _number_violations(run: Any) -> Iterator[str]:
     heads, groups = args.num_attention_heads, args.num_query_groups
     if heads % groups:
         yield f"--num-attention-heads {heads} must be a multiple of --num-query-groups {groups}"
-
-
-def _retain_violation(run: Any) -> str | None:
-    every, kept = run.asked.save_interval, run.asked.save_retain_interval
-    if not (run.asked.save and every and kept and kept % every):
-        return None
-    return (
-        f"--save-retain-interval {kept} must be a multiple of --save-interval {every}; "
-        f"nearest: {max(1, round(kept / every)) * every}"
-    )
-
-
-def _best_violation(run: Any) -> str | None:
-    args = run.asked
-    if not args.keep_best or not args.eval_interval % args.save_interval:
-        return None
-    return (
-        f"--keep-best {args.keep_best} takes saves of evaluated steps: --save-interval "
-        f"{args.save_interval} must divide --eval-interval {args.eval_interval}"
-    )
-
-
-def _sample_violation(run: Any) -> str | None:
-    args = run.asked
-    if args.train_samples is None or args.train_samples >= args.global_batch_size:
-        return None
-    return (
-        f"--train-samples {args.train_samples} must be {args.global_batch_size} or more, "
-        "the samples of a step"
-    )
-
-
-def _warmup_violation(run: Any) -> str | None:
-    steps = run.asked.lr_decay_iters or run.asked.train_iters
-    if steps and run.asked.lr_warmup_iters >= steps:
-        return f"--lr-warmup-iters {run.asked.lr_warmup_iters} must be less than {steps} steps"
-    return None
-
-
-def _asking_violation(run: Any) -> str | None:
-    numbers = run.asked.dry_run, run.asked.plan
-    if not run.line.only_asks or (min(numbers) == 0 and max(numbers) > 0):
-        return None
-    return "--plan N and --dry-run RANKS take 1 or more, and not both together"
-
-
-def _needs(title: str, is_broken, text: str, example: str) -> Rule:
-    """Refuse options that lack others; the text is the whole refusal."""
-    return Rule(title, lambda r: text if is_broken(r.asked) else None, example=example)
-
-
-OF_VALUES = [
-    Rule("--plan", _asking_violation, example="--plan 4 --dry-run 4"),
-    Rule(
-        "--dynamic-resolution",
-        lambda r: media_violation(r.asked, r.preset),
-        example="--model tiny --video-frames 3",
-    ),
-    _needs(
-        "--report",
-        lambda a: a.report and not (a.metrics_out and a.eval_iters),
-        "--report draws the metrics file and what the model reads: add --metrics-out FILE and "
-        "--eval-iters N",
-        "--report r.png --eval-iters 1",
-    ),
-    _needs(
-        "--wandb-project",
-        lambda a: a.wandb_project and not (a.wandb_exp_name and (a.save or a.wandb_save_dir)),
-        "--wandb-project needs --wandb-exp-name NAME, and --wandb-save-dir DIR or --save DIR",
-        "--wandb-project a",
-    ),
-    Rule(
-        "--save-retain-interval",
-        _retain_violation,
-        example="--save s --save-interval 300 --save-retain-interval 500",
-    ),
-    _needs(
-        "--keep-best",
-        lambda a: a.keep_best and not (a.save and a.eval_iters),
-        "--keep-best needs --save DIR and --eval-iters N",
-        "--keep-best eval_loss --save s",
-    ),
-    Rule("numbers", lambda r: next(_number_violations(r), None), example="--lr nan"),
-    Rule(
-        "--keep-best",
-        _best_violation,
-        example="--keep-best eval_loss --save s --eval-iters 1 --eval-interval 3 --save-interval 2",
-    ),
-    Rule(
-        "--report",
-        lambda r: (
-            r.asked.report
-            and r.asked.report.suffix not in PICTURES
-            and f"--report {r.asked.report}: its name must end in {' or '.join(PICTURES)}"
-        ),
-        example="--report r.jpg --metrics-out m --eval-iters 1",
-    ),
-    _needs(
-        "--pack",
-        lambda a: a.pack and a.micro_batch_size != 1,
-        "--pack makes one row a microbatch: --micro-batch-size must be 1",
-        "--pack --micro-batch-size 2",
-    ),
-    Rule(
-        "--sample-multiple",
-        lambda r: (
-            r.asked.pack
-            and r.asked.seq_length % r.asked.sample_multiple
-            and f"--sample-multiple {r.asked.sample_multiple} must divide --seq-length "
-            f"{r.asked.seq_length}"
-        ),
-        example="--pack --seq-length 64 --sample-multiple 24",
-    ),
-    Rule("--train-samples", _sample_violation, example="--train-samples 10"),
-    Rule("--lr-warmup-iters", _warmup_violation, example="--train-iters 6 --lr-warmup-iters 6"),
-]
-"""Rules in the order in which they are checked; they look at the options as they were asked for."""

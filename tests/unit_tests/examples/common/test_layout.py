@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts: rules, and what the refusals propose; no process needed."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,10 +17,26 @@ from examples.mimo.common.layout import (
     layout_table,
     parse_layout,
 )
-from examples.mimo.nemotron_vlm.model.presets import PRESETS, tiny, tiny_gdn
-from examples.mimo.nemotron_vlm.options.layout_rules import resolve
+from examples.mimo.nemotron_vlm.model.presets import PRESETS, VLMPreset, tiny, tiny_gdn
+from examples.mimo.nemotron_vlm.options.layout_rules import derive, ranks_of_modules, violation
 
 BATCH = Batch(global_size=32, micro_size=4, seq_length=32)
+
+
+def resolve(
+    encoders: Sequence[Layout],
+    language: Layout,
+    batch: Batch,
+    world: int,
+    preset: VLMPreset,
+    placement: str = COLOCATED,
+) -> Layouts:
+    """Complete layouts as a run does; a broken rule raises UserError."""
+    layouts = derive(encoders, language, batch, world, placement)
+    ranks = ranks_of_modules(encoders, language, world, placement)
+    if broken := violation(layouts, ranks, preset):
+        raise UserError(broken)
+    return layouts
 
 
 def resolved(
