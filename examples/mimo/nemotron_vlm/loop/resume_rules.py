@@ -7,10 +7,8 @@ docs/user/checkpoints.md has the table of all changes.
 
 import re
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import fields
-
-import torch
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import option_of
@@ -32,10 +30,10 @@ MODEL = (
     *("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "mscale"),
     *("rotary_scaling_factor", "mscale_all_dim", "yarn_original_max_position_embeddings"),
     *("yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int"),
-    *("untie_embeddings_and_output_weights", "encoder_sizes"),
+    "untie_embeddings_and_output_weights",
 )
-"""Arguments that decide what the model computes, except `FREE`. Several change no weight's shape,
-so that the weights would load, and others would only lack a part."""
+"""Arguments that decide what the language model computes, except `FREE`. Several change no weight's
+shape, so that the weights would load, and others would only lack a part."""
 
 FREE = re.compile(
     r"""
@@ -62,6 +60,9 @@ STATE = ("use_distributed_optimizer", "fp16")
 OF_PARTS = ("encoder_lr", "projector_lr", "encoder_weight_decay", "projector_weight_decay")
 """Arguments that give parts parameter groups of their own, each with its rates."""
 
+GIVE = "give what was given then"
+ANEW = "--finetune, which takes the weights and begins anew"
+"""Cures of a refusal."""
 
 LORA = ("lora_dim", "lora_alpha", "lora_rs", "lora_target_modules", "train_parts")
 """Arguments that decide what adapters are."""
@@ -76,41 +77,49 @@ def check_resume(args: Namespace, saved: Namespace | None) -> None:
     Raises:
         UserError: data, model or the optimizer's state are others.
     """
-    if saved is None:
-        return
-    _check_data(args, saved)
-    if model := _changes(args, saved, [name for name in MODEL if not FREE.fullmatch(name)]):
-        raise UserError(
-            f"--load {args.load}: another model was saved there ({model}); give what was given "
-            "then, or --finetune, which takes the weights if all fit, and begins anew"
+    for hindrance in _hindrances(args, saved) if saved else ():
+        raise UserError(f"--load {args.load}: {hindrance}")
+
+
+def _hindrances(args: Namespace, saved: Namespace) -> Iterator[str]:
+    """Yield why a run cannot go on, in the order of the checks."""
+    # The data may lie elsewhere: only its stream of samples counts.
+    if getattr(saved, "data_fingerprint", args.data_fingerprint) != args.data_fingerprint:
+        others = [
+            f"{option_of(name)} {getattr(args, name)} in place of {getattr(saved, name, None)}"
+            for name in STREAM
+            if getattr(args, name) != getattr(saved, name, None)
+        ]
+        yield (
+            f"{args.data} has other samples than when this was saved, or another order of them "
+            f"({', '.join(others) or 'with the same options'}), so that the run cannot go on where "
+            f"it stood; {GIVE}, or {ANEW}"
+        )
+    if model := _changes_of_model(args, saved):
+        yield (
+            f"another model was saved there ({model}); {GIVE}, or --finetune, which takes the "
+            "weights if all fit, and begins anew"
         )
     why = None
-    if state := _changes(args, saved, STATE):
-        why = f"has another form ({state}): give what was given then"
+    if state := changes(args, saved, STATE):
+        why = f"has another form ({state}): {GIVE}"
     elif getattr(saved, "no_save_optim", False):
         why = "was left out by --no-save-optim"
-    elif _has_half_weights(saved):
+    elif not hasattr(saved, "store_param_remainders") and saved.use_precision_aware_optimizer:
         why = "has half of each master weight, from an earlier version"
     if why and not args.no_load_optim:
-        raise UserError(
-            f"--load {args.load}: the optimizer's state there {why}; --no-load-optim goes on with "
-            "a new optimizer"
+        yield f"the optimizer's state there {why}; --no-load-optim goes on with a new optimizer"
+    now, then = ([bool(getattr(each, name, None)) for name in OF_PARTS] for each in (args, saved))
+    if args.use_checkpoint_opt_param_scheduler and now != then:
+        yield (
+            "--use-checkpoint-opt_param-scheduler takes the saved rates, and other parts had rates "
+            f"of their own ({changes(args, saved, OF_PARTS)}); {GIVE}, or leave that option out"
         )
-    given = [bool(getattr(args, name)) for name in OF_PARTS]
-    if args.use_checkpoint_opt_param_scheduler and given != [
-        bool(getattr(saved, name, None)) for name in OF_PARTS
-    ]:
-        raise UserError(
-            f"--load {args.load}: --use-checkpoint-opt_param-scheduler takes the saved rates, and "
-            f"other parts had rates of their own ({_changes(args, saved, OF_PARTS)}); give what "
-            "was given then, or leave that option out"
-        )
-    now = _frozen(args)
-    if untrained := [word for word in _frozen(saved) if not {word, word.split(":")[-1]} & now]:
-        raise UserError(
-            f"--load {args.load}: {', '.join(sorted(untrained))} was frozen in that run, and "
-            "has no optimizer state; freeze it, or give --finetune, which takes the weights and "
-            "begins anew"
+    frozen = _frozen(args)
+    if untrained := [one for one in _frozen(saved) if not {one, one.split(":")[-1]} & frozen]:
+        yield (
+            f"{', '.join(sorted(untrained))} was frozen in that run, and has no optimizer state; "
+            f"freeze it, or give {ANEW}"
         )
 
 
@@ -132,7 +141,7 @@ def check_adapters(args: Namespace, saved: Namespace | None, directory: str) -> 
             "--pretrained-checkpoint"
         )
     if has and (others := changes(args, saved, LORA)):
-        raise UserError(f"{directory} has other adapters ({others}); give what was given then")
+        raise UserError(f"{directory} has other adapters ({others}); {GIVE}")
     if has and saved.lora_base not in (None, args.lora_base):  # peft does not name its base
         raise UserError(
             f"{directory} has adapters of another base: its checksum is {saved.lora_base}, and "
@@ -159,53 +168,18 @@ def check_vocabulary(args: Namespace, saved: Namespace | None, directory: str) -
         )
 
 
-def _check_data(args: Namespace, saved: Namespace) -> None:
-    """Check that the data is the stream of samples that the saved run left, wherever it lies."""
-    if getattr(saved, "data_fingerprint", args.data_fingerprint) == args.data_fingerprint:
-        return
-    others = [
-        f"{option_of(name)} {getattr(args, name)} in place of {getattr(saved, name, None)}"
-        for name in STREAM
-        if getattr(args, name) != getattr(saved, name, None)
-    ]
-    raise UserError(
-        f"--load {args.load}: {args.data} has other samples than when this was saved, or another "
-        f"order of them ({', '.join(others) or 'with the same options'}), so that the run cannot "
-        "go on where it stood; give what was given then, or --finetune, which takes the weights "
-        "and begins anew"
-    )
-
-
-def _has_half_weights(saved: Namespace) -> bool:
-    """Return whether master weights are what bf16 weights lack, which PyTorch would load as them.
-
-    Runs that have ``store_param_remainders`` among their arguments save whole ones.
-    """
-    is_aware = getattr(saved, "use_precision_aware_optimizer", False)
-    is_aware = is_aware and not saved.optimizer_cpu_offload
-    in_bf16 = getattr(saved, "bf16", False) and not hasattr(saved, "store_param_remainders")
-    return bool(is_aware and in_bf16 and saved.main_params_dtype == torch.float32)
-
-
-def _changes(args: Namespace, saved: Namespace, names: Sequence[str]) -> str:
-    """Return the arguments of the checkpoint that differ now, but not where stages begin."""
+def _changes_of_model(args: Namespace, saved: Namespace) -> str:
+    """Return the saved settings of layers and sizes of encoders that differ now; stages may."""
     now, then = (
-        {**vars(each), **_sizes(each), "hybrid_layer_pattern": _layers(each)}
+        vars(each)
+        | {f"{name}.{size}": n for name, of in encoders.items() for size, n in of.items()}
+        | {"hybrid_layer_pattern": (each.hybrid_layer_pattern or "").replace("|", "")}
         for each in (args, saved)
+        for encoders in [getattr(each, "encoder_sizes", {})]  # not in a run from before it
     )
-    sizes = _sizes(args) | _sizes(saved) if "encoder_sizes" in names and _sizes(saved) else ()
-    known = [name for name in names if name in then and name != "encoder_sizes"]
-    return changes(Namespace(**now), Namespace(**then), [*known, *sizes])
-
-
-def _sizes(args: Namespace) -> dict[str, object]:
-    """Return the sizes of encoders, as ``NAME.SIZE``; none of a run from before they were saved."""
-    encoders = getattr(args, "encoder_sizes", {}).items()
-    return {f"{name}.{size}": n for name, sizes in encoders for size, n in sizes.items()}
-
-
-def _layers(args: Namespace) -> str:
-    return (getattr(args, "hybrid_layer_pattern", None) or "").replace("|", "")
+    sizes = [name for name in now | then if "." in name] * hasattr(saved, "encoder_sizes")
+    settings = [name for name in MODEL if name in then and not FREE.fullmatch(name)]
+    return changes(Namespace(**now), Namespace(**then), [*settings, *sizes])
 
 
 def _frozen(args: Namespace) -> set[str]:

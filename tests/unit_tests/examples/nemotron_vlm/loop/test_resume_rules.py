@@ -35,7 +35,7 @@ def test_each_setting_of_layers_is_compared(args):
     compared = [name for name in MODEL if hasattr(args, name) and not FREE.fullmatch(name)]
     assert {"moe_router_num_groups", "moe_router_pre_softmax", "rotary_interleaved"} <= {*compared}
     assert {"no_rope_freq", "layernorm_epsilon", "window_size", "quick_geglu"} <= {*compared}
-    for name in {*compared} - {"encoder_sizes"}:
+    for name in compared:
         with pytest.raises(UserError, match=f"another model was saved there .*{name} other → "):
             check_resume(args, saved_with(args, **{name: "other"}))
 
