@@ -135,7 +135,7 @@ LANDED = {B: UPSTREAM[B].replace("b_3", "B_three")}
         ({SCRIPT: "theirs\n"}, "0009-script.patch", "conflicts", 1),
         (mini.LATER_UPSTREAM, "0002-second.patch", "applies", 0),  # the one of its own
         (CHANGED, "0002-second.patch", "conflicts", 1),
-        (LANDED, "0001-first.patch", "merges", 1),
+        (LANDED, "0001-first.patch", "conflicts", 1),
         (LANDED | {A: numbered("a", {3: "A_three"})}, "0001-first.patch", "already there", 1),
         ({A: None}, "0001-first.patch", "conflicts", 1),
         ({REPLACED: "new = 1\n"}, REPLACED, "changed upstream", 1),

@@ -15,7 +15,7 @@ from mini import INFO, PIN, REPLACED, RUN, SCRIPT, A, B, World, edit, snapshot, 
 JOURNAL = f"{mini.STATE}/applied.json"
 DIFFERS = "differs from the lock, as git diff shows: restore it or fetch anew"
 APPLY, CHECK, REVERT = "apply checkout", "apply checkout --check", "apply checkout --revert"
-LOCK, TAKE, FETCH = "refresh", "refresh checkout", "fetch new"
+LOCK, FETCH = "refresh", "fetch new"
 NEW_LINK = (
     "diff --git a/megatron/evil b/megatron/evil\nnew file mode 120000\n"
     "--- /dev/null\n+++ b/megatron/evil\n@@ -0,0 +1 @@\n+../../outside\n"
@@ -119,8 +119,6 @@ def longer_sdist(world: World) -> None:
      f"upstream has no {SCRIPT}"),
     (LOCK, patch("0003-clone", edit("examples/x.py", "s_3", "x")), 1,
      "refresh with a git checkout, which has examples/x.py"),
-    (TAKE, edited(INFO, "'\n", "'\nhook()\n"), 1, "no patch changes it: write the header"),
-    (TAKE, applied(lambda w: w.edit_patch_set()), 1, "has not the present patches applied"),
     ("fetch mine", lambda w: (w.base / "mine").mkdir(), 3, "is not a Megatron-LM checkout"),
     ("fetch checkout --version 1.3.0", lambda w: None, 3, "this overlay needs 1.3.0"),
     ("fetch ours/patches/upstream.toml/x", lambda w: None, 1, "upstream.toml: "),

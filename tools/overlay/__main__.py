@@ -16,7 +16,7 @@ from overlay.checkout import Checkout  # noqa: E402
 from overlay.errors import FAILED, OverlayError  # noqa: E402
 from overlay.fetch import fetch  # noqa: E402
 from overlay.patchset import Lock, PatchSet  # noqa: E402
-from overlay.refresh import Refresh  # noqa: E402
+from overlay.refresh import refresh  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "the lock's commit of main, from a git directory that has it"
     which.add_argument("--next", type=Path, metavar="GITDIR", help=text)
     one = commands.add_parser("refresh", help="write patches and lock anew")
-    one.add_argument("checkout", type=Path, nargs="?", metavar="CHECKOUT", help="take its edits")
+    one.add_argument("checkout", type=Path, nargs="?", metavar="CLONE", help="has git-only files")
     one.add_argument("--check", action="store_true", help="change nothing, fail if it would")
     one = commands.add_parser("drift", help="what another Megatron-LM means for us")
     one.add_argument("checkout", type=Path, metavar="CHECKOUT")
@@ -61,7 +61,7 @@ def _run(options: argparse.Namespace) -> int:
     elif options.command == "headers":
         lines = [rules.check(PatchSet(root))]
     elif options.command == "refresh":
-        lines = Refresh(PatchSet(root), checkout).run(options.check)
+        lines = refresh(PatchSet(root), checkout, options.check)
     elif options.command == "drift":
         try:
             from overlay.drift import drift

@@ -40,8 +40,7 @@ def drift(patchset: PatchSet, checkout: Checkout) -> tuple[list[str], int]:
     own = {name.removeprefix(NEXT): text for name, text in patchset.texts.items() if NEXT in name}
     own = own if checkout.version == lock.next else {}
     patched = series.build(patchset.series(), old.get)
-    ported = series.port(patched, checkout.read, own)
-    patches = [(state, one.name, "", paths) for one, state, paths in ported]
+    patches = series.port(patched, checkout.read, own)
     replaced = [path for path in patchset.overlay if path.startswith("megatron/")]
     states = {path: _state(old.get(path), checkout.read(path)) for path in sorted(replaced)}
     files = [(state, path, "", []) for path, state in states.items() if state]

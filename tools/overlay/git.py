@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that let git apply, make and merge patches of files in memory.
+"""Functions that let git apply and make patches of files in memory.
 
 git runs in temporary folders, outside any repository, and without the user's configuration and
 attributes.
@@ -48,8 +48,8 @@ def changed_lines(diff: bytes) -> int:
     return len(_CHANGED_LINE.findall(diff))
 
 
-def apply(name: str, patch: bytes, files: Files) -> Files:
-    """Return ``files`` with a patch applied.
+def apply(name: str, patch: bytes, files: Files, *options: str) -> Files:
+    """Return ``files`` with a patch applied, whose hunks may give wrong counts of lines.
 
     Raises:
         OverlayError: the patch does not apply, or does more than edit these files.
@@ -57,7 +57,7 @@ def apply(name: str, patch: bytes, files: Files) -> Files:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         write_files(work, files)
-        done = _run(["apply", "--whitespace=nowarn"], work, patch)
+        done = _run(["apply", "--recount", "--whitespace=nowarn", *options], work, patch)
         if done.returncode:
             reason = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason"]
             raise OverlayError(FAILED, f"{name}: does not apply: {reason[0]}")
@@ -82,15 +82,3 @@ def diff(old: Files, new: Files) -> bytes:
         args = ["diff", *options.split(), "--inter-hunk-context=0", "--", "a", "b"]
         text = _run(args, Path(folder)).stdout
     return _HUNK_HEADING.sub(rb"\1", _INDEX_LINE.sub(b"", text))
-
-
-def merge(ours: bytes, base: bytes, theirs: bytes, *options: str) -> tuple[bytes, bool]:
-    """Return ``ours`` with the change from ``base`` to ``theirs``, and whether it was clean.
-
-    ``options`` are those of ``git merge-file``.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        versions = {"ours": ours, "base": base, "theirs": theirs}
-        write_files(Path(folder), versions)
-        done = _run(["merge-file", "-p", "-q", *options, *versions], Path(folder))
-    return done.stdout, done.returncode == 0

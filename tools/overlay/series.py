@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The series of patches, each as the files that it changes, before and after."""
 
+import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from overlay import git
 from overlay.checkout import check_relative
@@ -73,32 +74,26 @@ def last_tree(patched: Iterable[Patched]) -> Files:
 
 def port(
     patched: list[Patched], original: Original, instead: Files
-) -> list[tuple[Patched, str, list[str]]]:
-    """Carry the patches to other files: apply each, or else merge it three ways.
+) -> list[tuple[str, str, str, list[str]]]:
+    """Apply the patches to other files; leave out those that conflict.
 
-    Changes that conflict are left out. Return each patch, how it got there, and the files in which
-    it conflicts. ``instead`` has patches, by file name, that replace those of the series there.
+    Return the state of each, its name, why it conflicts, and its files then. ``instead`` has
+    patches, by file name, that replace those of the series there.
     """
     ported, tree = [], {}
     for one in patched:
         diff = split(instead[one.name])[1] if one.name in instead else one.diff
         ours = {path: tree.get(path, original(path)) for path in git.paths_of(diff)}
-        there = {path: data for path, data in ours.items() if data is not None}
-        conflicts = [path for path in ours if path not in there]
-        try:
-            after, state = git.apply(one.name, diff, there) if diff else {}, "applies"
-        except OverlayError:
-            after = {}
-            for path in there.keys() & one.files.keys():
-                sides = there[path], *one.files[path]
-                after[path], clean = git.merge(*sides)
-                if not clean:
-                    conflicts.append(path)
-                    after[path], _ = git.merge(*sides, "--ours")
-            conflicts = list(ours) if one.left_out else conflicts
-            state = "conflicts" if conflicts else "merges" if after != there else "already there"
-            state = "left out" if one.left_out and not there else state
-        files = {path: (ours[path], data) for path, data in after.items() if data != ours[path]}
-        tree |= after
-        ported.append((replace(one, files=files), state, conflicts))
+        there, state, why = {p: d for p, d in ours.items() if d is not None}, "applies", ""
+        if one.left_out and not there:
+            state = "left out"
+        elif diff:
+            try:
+                tree |= git.apply(one.name, diff, there)
+            except OverlayError as error:
+                state, why = "conflicts", error.lines[0]
+                with contextlib.suppress(OverlayError):
+                    git.apply(one.name, diff, there, "--reverse")
+                    state, why = "already there", ""
+        ported.append((state, one.name, why, list(ours) if why else []))
     return ported
