@@ -8,6 +8,7 @@ forked child, which ends just before step n or, for a write, also with the file 
 """
 
 import functools
+import itertools
 import os
 import shutil
 import signal
@@ -31,19 +32,15 @@ def _git_applies_a_patch_once(monkeypatch):
     monkeypatch.setattr(git, "apply", lambda *of: known(*of[:2], tuple(of[2].items())))
 
 
-def steps_of(world: World, flags: list[str], end: int = -1, torn: bool = False) -> str:
-    """Run apply in a child that is killed in step ``end``, or else succeeds.
+def is_killed(world: World, flags: list[str], end: int, torn: bool = False) -> bool:
+    """Run apply in a child that is killed in step ``end``, if it comes so far; else it succeeds.
 
-    Return a letter for each step: w for a write to a file, o for any other.
-
-    torn: kill it in the middle of a write.
+    torn: kill it in the middle of the step if that is a write.
     """
     world.apply("--check")  # git's answers are known to all children then
-    reading, writing = os.pipe()
-    base = world.base
-    child = os.fork()
+    child, base = os.fork(), world.base
     if child == 0:
-        steps = []
+        left = [end]
 
         def on_event(event, args):
             opens = event == "open" and args[2] & _WRITING and not isinstance(args[0], int)
@@ -51,23 +48,17 @@ def steps_of(world: World, flags: list[str], end: int = -1, torn: bool = False) 
                 return
             if os.path.isabs(path := os.fspath(args[0])) and not Path(path).is_relative_to(base):
                 return
-            steps.append("w" if opens else "o")
-            if len(steps) - 1 == end:
-                if torn:
+            left[0] -= 1
+            if left[0] == -1:
+                if torn and opens:
                     Path(args[0]).write_bytes(b"torn")
                 os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(on_event)
-        code = world.apply(*flags).code
-        os.write(writing, "".join(steps).encode())
-        os._exit(code)
-    os.close(writing)
-    with os.fdopen(reading) as stream:
-        letters = stream.read()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (
-        -signal.SIGKILL if end >= 0 else 0
-    )
-    return letters
+        os._exit(world.apply(*flags).code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
 
 
 def copy(source: Path, target: Path) -> None:
@@ -84,12 +75,11 @@ def outdated(world: World) -> None:
 def killed_while_applying(world: World) -> None:
     """The tool meets a tree that a killed run left between its first and its last change."""
     copy(world.checkout, world.base / "pristine")
-    for step in range(len(steps_of(world, []))):
+    for step in itertools.count():
         copy(world.base / "pristine", world.checkout)
-        steps_of(world, [], step)
+        assert is_killed(world, [], step), "no step lies between the first and the last change"
         if [(world.checkout / path).exists() for path in (RUN, MODULE)] == [True, False]:
             return
-    raise AssertionError("no step lies between the first and the last change")
 
 
 @pytest.mark.parametrize(
@@ -107,13 +97,12 @@ def test_a_kill_at_any_step_leaves_what_the_next_run_completes(world, prepare, f
     prepare(world)
     saved, ended, seen = world.base / "saved", world.base / "ended", []
     copy(world.checkout, saved)
-    steps = steps_of(world, flags)
+    assert world.apply(*flags).code == 0
     end, private_end = world.files(), set(snapshot(world.checkout))
-    ends = [(step, False) for step in range(len(steps))]
-    ends += [(step, True) for step, kind in enumerate(steps) if kind == "w"]
-    for one in ends:
+    for one in ((step, torn) for step in itertools.count() for torn in (False, True)):
         copy(saved, world.checkout)
-        steps_of(world, flags, *one)
+        if not is_killed(world, flags, *one):
+            break
         left = snapshot(world.checkout)
         if left in seen:  # the next run depends on nothing else
             continue
