@@ -38,6 +38,21 @@ def violation(layouts: Layouts, ranks: Sequence[int], preset: VLMPreset) -> str 
             f"--placement {NON_COLOCATED}: the layouts leave {shares} of {sum(ranks)} ranks; each "
             "module needs one or more"
         )
+    for text, layout, count, rule in _rules(layouts, ranks, preset):
+        if broken := never_spanned(layout, count) or rule(layout):
+            return f"{text}: {broken}. {_nearest(layout, count, rule)}"
+    return None
+
+
+def are_allowed(layouts: Layouts, ranks: Sequence[int], preset: VLMPreset) -> bool:
+    """Return whether the layouts, in which each module has ranks, break no rule."""
+    return not any(rule(layout) for _, layout, _, rule in _rules(layouts, ranks, preset))
+
+
+def _rules(
+    layouts: Layouts, ranks: Sequence[int], preset: VLMPreset
+) -> list[tuple[str, Layout, int, Check]]:
+    """Return options, the layout that they give, the ranks it may have, and its rule, in order."""
     language, apart, (*own, for_language) = layouts.language, layouts.non_colocated, ranks
 
     def of_language(lay: Layout) -> str | None:
@@ -53,10 +68,7 @@ def violation(layouts: Layouts, ranks: Sequence[int], preset: VLMPreset) -> str 
     alone = [(text, lay, n, partial(encoder_violation, n, e, apart)) for text, lay, n, e in modules]
     of_all = f"--language {language}", language, for_language, of_language
     pairs = [(f"{text} with {of_all[0]}", *lay, with_language(rule)) for text, *lay, rule in alone]
-    for text, layout, count, rule in (*alone, of_all, *pairs):
-        if broken := never_spanned(layout, count) or rule(layout):
-            return f"{text}: {broken}. {_nearest(layout, count, rule)}"
-    return None
+    return [*alone, of_all, *pairs]
 
 
 def derive(

@@ -14,7 +14,7 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
 from examples.mimo.common.layout_rules import language_violation
 from examples.mimo.nemotron_vlm.options.derived import FASTEST, fastest_macro_batch
-from examples.mimo.nemotron_vlm.options.layout_rules import encoder_violation, pair_violation
+from examples.mimo.nemotron_vlm.options.layout_rules import are_allowed
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED
 from examples.mimo.nemotron_vlm.planner.memory import peak
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Task
@@ -76,34 +76,30 @@ def _plans(task: Task) -> Iterator[Plan]:
 
 def candidates(task: Task) -> Iterator[Layouts]:
     """Yield all layouts that the program's rules allow; several encoders have the same ranks."""
-    splits = [(COLOCATED, task.world, task.world)]
-    if len(task.preset.encoders) == 1:
+    preset, count = task.preset, len(task.preset.encoders)
+    splits = [(COLOCATED, [task.world] * (count + 1))]
+    if count == 1:
         sizes = {round(share * task.world) for share in ENCODER_SHARES} - {0, task.world}
-        splits += [(NON_COLOCATED, size, task.world - size) for size in sorted(sizes)]
-    for placement, encoder_ranks, language_ranks in splits:
+        splits += [(NON_COLOCATED, [size, task.world - size]) for size in sorted(sizes)]
+    for placement, (*encoder_ranks, ranks) in splits:
         if placement not in task.placements:
             continue
-        encoders = _encoder_layouts(task, encoder_ranks, placement == NON_COLOCATED)
+        is_apart = placement == NON_COLOCATED
+        encoders = list(product(*(_encoder_layouts(task, n, is_apart) for n in encoder_ranks)))
         for micro_size in task.micro_sizes:
             batch = Batch(task.global_batch, micro_size, task.seq_length)
-            for language in _language_layouts(task, language_ranks, placement == COLOCATED):
-                if language_violation(language, language_ranks, task.preset.language, batch):
-                    continue
+            for language in _language_layouts(task, ranks, not is_apart):
+                if language_violation(language, ranks, preset.language, batch):
+                    continue  # soon: most break a rule
                 for chosen in encoders:
                     layouts = Layouts(chosen, language, batch, placement)
-                    if not any(pair_violation(each, layouts) for each in chosen):
+                    if are_allowed(layouts, [*encoder_ranks, ranks], preset):
                         yield layouts
 
 
-def _encoder_layouts(task: Task, ranks: int, is_apart: bool) -> list[tuple[Layout, ...]]:
-    """Return the layouts of the encoders, in all combinations that each may have."""
+def _encoder_layouts(task: Task, ranks: int, is_apart: bool) -> list[Layout]:
     sizes = product(_divisors(task.machine.gpus_per_node), (1, 2, 4) if is_apart else (1,))
-    tried = [Layout(tp=tp, pp=pp, dp=ranks // (tp * pp), etp=tp) for tp, pp in sizes]
-    allowed = [
-        [lay for lay in tried if not encoder_violation(ranks, each, is_apart, lay)]
-        for each in task.preset.encoders
-    ]
-    return list(product(*allowed))
+    return [Layout(tp=tp, pp=pp, dp=ranks // (tp * pp), etp=tp) for tp, pp in sizes]
 
 
 def _language_layouts(task: Task, ranks: int, interleaved: bool) -> Iterator[Layout]:
