@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 
-from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
+from examples.mimo.nemotron_vlm.data.sample import SampleSource
 from examples.mimo.nemotron_vlm.loop.forward_step import forward_step
-from examples.mimo.nemotron_vlm.model.names import IMAGE
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.training import training as loop
 from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE
@@ -22,25 +21,6 @@ BATCH = (
     *("--seq-length", str(LENGTH), "--global-batch-size", str(SAMPLES), "--micro-batch-size", "1"),
     *("--train-iters", "1", "--eval-iters", "1"),
 )
-
-TILE = 16
-
-
-class RandomText(SampleSource):
-    """Random tokens; each sample has ``tiles`` tiles of ``tokens`` image tokens each."""
-
-    def __init__(self, tiles: int = 0, tokens: int = 4) -> None:
-        self.count, self._tokens = tiles, tokens
-
-    def text(self, split: str, number: int) -> Text:
-        rng = torch.Generator().manual_seed(number)
-        ids = torch.randint(4, 64, (LENGTH,), generator=rng)
-        ids[2 : 2 + self.count * self._tokens] = IMAGE
-        return Text(ids, ids.roll(-1), torch.ones(LENGTH))
-
-    def tiles(self, split: str, number: int) -> torch.Tensor:
-        rng, shape = torch.Generator().manual_seed(number), (self.count, 3, TILE, TILE)
-        return torch.randint(256, shape, generator=rng, dtype=torch.uint8)
 
 
 def loading(directory: Path) -> tuple[str, ...]:

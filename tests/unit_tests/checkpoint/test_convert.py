@@ -6,62 +6,57 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from einops import rearrange
 from safetensors.torch import load_file, save_file
 
 from examples.mimo.nemotron_vlm.model.encoders import Encoder
+from examples.mimo.nemotron_vlm.model.encoders.radio.entry import Radio
 from examples.mimo.nemotron_vlm.model.encoders.sound import Sound
+from examples.mimo.nemotron_vlm.model.names import IMAGE, IMAGES
+from examples.mimo.nemotron_vlm.model.presets import find_preset
 from tests.unit_tests.checkpoint.conversions import (
     INDEX,
     TOLERANCE,
+    Given,
     assert_back_again,
     assert_verified,
     convert,
     convert_once,
     tensors_of,
+    their_logits,
     write_files,
 )
 from tests.unit_tests.checkpoint.hugging_face import encoder, language_model, save, whole_vlm
 from tests.unit_tests.checkpoint.program_logits import (
     BATCH,
+    LENGTH,
     SAMPLES,
-    RandomText,
     loading,
     program_logits,
 )
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
-SIDE = 4
-"""Number of patches along a tile's side."""
-
-TEXT, IMAGES_AND_TEXT = RandomText(), RandomText(tiles=2, tokens=(SIDE // 2) ** 2)
-
-KINDS = {
-    "language": (lambda: language_model().bfloat16(), TEXT),
-    "vlm": (whole_vlm, IMAGES_AND_TEXT),
-}
-"""Models by the converter's option, in bf16 and in fp32, and samples for them."""
+KINDS = {"language": (lambda: language_model().bfloat16(), 0), "vlm": (whole_vlm, 2)}
+"""Models by the converter's option, in bf16 and in fp32, and the tiles of samples for them."""
 
 
-@torch.no_grad()
-def their_logits(model: torch.nn.Module, source: RandomText = TEXT) -> torch.Tensor:
-    """Logits of transformers' own class, which takes GPU kernels wherever they are installed.
-
-    Images are normalized and cut into patches before.
-    """
-    given = {"input_ids": torch.stack([source.text("test", n).input_ids for n in range(SAMPLES)])}
-    if source.count:
-        tiles = torch.cat([source.tiles("test", number) for number in range(SAMPLES)]) / 255
-        config = model.config.vision_config
-        mean, std = (torch.tensor(v)[:, None, None] for v in (config.norm_mean, config.norm_std))
-        patches = ((tiles - mean) / std).unfold(2, SIDE, SIDE).unfold(3, SIDE, SIDE)
-        patches = patches.permute(0, 2, 3, 1, 4, 5).reshape(len(tiles) * SIDE**2, -1)
-        places = torch.tensor([[SIDE, SIDE]] * len(tiles))
-        given |= {"pixel_values": patches, "image_grid_hw": places}
-    given = {name: value.to(Utils.device) for name, value in given.items()}
-    return model.to(Utils.device)(**given).logits.cpu()
+def given(count: int, images: Radio, is_cut: bool) -> Given:
+    """Random text with ``count`` tiles, whole or cut into patches."""
+    rng, shape = torch.Generator().manual_seed(1), (count, 3, images.tile, images.tile)
+    samples = []
+    for _ in range(SAMPLES):
+        ids = torch.randint(4, 64, (LENGTH,), generator=rng)
+        ids[2 : 2 + int(images.rows(np.ones(count, int)).sum())] = IMAGE
+        tiles = torch.randint(256, shape, generator=rng, dtype=torch.uint8)
+        if is_cut:
+            cut = "n c (h y) (w x) -> n h w (c y x)"
+            tiles = rearrange(tiles, cut, y=images.patch, x=images.patch)
+        samples.append((ids, {IMAGES: (np.ones(count), tiles)}))
+    return Given(samples, token_ids={IMAGES: IMAGE}, vocab_size=64)
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +85,13 @@ class TestOneRank:
         directory = request.getfixturevalue(kind)
         theirs = directory.with_name("theirs")
         assert len(list(theirs.glob("*.safetensors"))) > 1
-        model, source = KINDS[kind]
-        wanted = their_logits(model().float(), source)
+        model, count = KINDS[kind]
+        images = find_preset(str(directory / "model.json")).images
+        with torch.no_grad():
+            found = their_logits(model().float(), images, given(count, images, is_cut=True))
+        wanted = torch.stack(found)
         assert wanted.std() > 0.5
-        ours = program_logits(*loading(directory), source=source)
+        ours = program_logits(*loading(directory), source=given(count, images, is_cut=False))
         assert (ours - wanted).abs().max() <= TOLERANCE
         assert_verified(directory, theirs, {"vlm": "text image video"}.get(kind, "text"))
         assert_back_again(directory, theirs)
