@@ -52,9 +52,8 @@ OF_OWN_OPTIONS = [
         "it has not been shown to work",
         example=f"{ON_ENGINE} --bf16 --moe-shared-expert-overlap --lora-dim 8",
     ),
-    Rule(
+    refused(
         "--lora-dim with --freeze",
-        lambda r: r.args.lora_dim and r.args.freeze,
         "all weights but adapters are frozen",
         "--train-parts names the parts that are trained, too",
         "--lora-dim 8 --freeze encoder",
@@ -133,7 +132,6 @@ OF_OWN_OPTIONS = [
         example=None,
     ),
 ]
-
 
 RULES = [*FAMILIES, *OF_MEGATRON, *OF_OWN_OPTIONS, *OF_GRAPHS]
 """Rules that name the options which break them, in the order in which they are checked."""
