@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from examples.mimo.common.layout import SIZES, Batch, Layout, Layouts, option_of
-from examples.mimo.common.layout_rules import language_violation, staged_pattern
+from examples.mimo.common.layout_rules import language_violation, size_violation, staged_pattern
 from examples.mimo.common.megatron_rules import IN_OTHERS, OF_MEGATRON
 from examples.mimo.common.refused_options import FAMILIES
 from examples.mimo.common.rules import check, refusals
@@ -96,25 +96,23 @@ def take_sizes(args: argparse.Namespace) -> None:
     run = SimpleNamespace(args=on_gpus, layouts=layouts)
     check(refusals(run, [*FAMILIES, *OF_MEGATRON, *IN_OTHERS]))
     encoder, language = layouts.encoder, layouts.language
-    if encoder.size != args.world_size:
-        raise ValueError(
-            f"--encoder-tp {encoder.tp} times --encoder-dp {encoder.dp} must equal the "
-            f"{args.world_size} ranks, which --mimo-layout {COLOCATED} gives to both modules"
-        )
     sizes = vars(args) | {
         name: getattr(args, name) or 0 for name in ("num_experts", "moe_ffn_hidden_size")
     }
-    if language.cp > 1 and set("MG") & set(args.hybrid_layer_pattern):
-        if args.linear_cp_mode != "chunkwise":
-            raise ValueError(
-                f"--llm-cp {language.cp} needs --linear-cp-mode chunkwise (state passing); "
-                f"{args.linear_cp_mode} was dropped for {COLOCATED} modules"
-            )
-    broken = language_violation(
-        language, args.world_size, SimpleNamespace(**sizes), layouts.batch
-    ) or _slices_violation(layouts)
+    is_recurrent = set("MG") & set(args.hybrid_layer_pattern)
+    if language.cp > 1 and is_recurrent and args.linear_cp_mode != "chunkwise":
+        raise ValueError(
+            f"--llm-cp {language.cp} needs --linear-cp-mode chunkwise (state passing); "
+            f"{args.linear_cp_mode} was dropped for {COLOCATED} modules"
+        )
+    broken = (
+        size_violation(encoder, args.world_size)
+        or language_violation(language, args.world_size, SimpleNamespace(**sizes), layouts.batch)
+        or _slices_violation(layouts)
+    )
     if broken:
-        raise ValueError(f"--mimo-layout {COLOCATED}, language model {language}: {broken}")
+        modules = f"encoder {encoder}, language model {language}"
+        raise ValueError(f"--mimo-layout {COLOCATED}, {modules}: {broken}")
     for axis, name in SIZES["language"].items():
         setattr(args, name, getattr(language, axis))
     args.sequence_parallel = language.sequence_parallel
