@@ -7,7 +7,7 @@ import re
 import shlex
 from argparse import Namespace
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -127,20 +127,13 @@ def test_memory_is_that_of_the_largest_images_in_succession(rows):
 def test_operations_of_a_layer_are_megatrons(kind):
     """Mamba-2 has heads as wide as Megatron takes them to be, twice the hidden size; the planner
     counts the router as well, and Megatron the logits."""
-    p = replace(find_preset("tiny-gdn").language, hybrid_layer_pattern=kind, mamba_head_dim=4)
-    p = replace(p, mamba_num_heads=2 * p.hidden_size // 4, ffn_hidden_size=4 * p.hidden_size)
-    unset = (
-        "moe_latent_size experimental_attention_variant gdp_num_householder swiglu mtp_num_layers"
-    )
-    args = {"seq_length": 64, "num_layers": 1, "hybrid_override_pattern": kind}
-    args |= {"padded_vocab_size": p.vocab_size, "linear_conv_kernel_dim": 4}
-    args |= dict.fromkeys(unset.split()) | {"mtp_num_layers": 0}
-    args |= {"is_hybrid_model": True, "group_query_attention": True}
+    sizes = "--hidden-size 64 --mamba-head-dim 4 --mamba-num-heads 32 --ffn-hidden-size 256"
+    line = f"--model tiny-gdn --hybrid-layer-pattern {kind} --seq-length 64 {sizes}"
+    run = Run.of(line.split(), 1)
+    p = run.preset.language
     uncounted = 3 * 2 * 3 * 64 * p.hidden_size
-    expected = (
-        num_floating_point_operations(Namespace(**asdict(p), **args), 3) - uncounted * p.vocab_size
-    )
-    expected += uncounted * p.num_experts * (kind == "E")
+    expected = num_floating_point_operations.__wrapped__(run.args, 3)
+    expected += uncounted * (p.num_experts * (kind == "E") - p.vocab_size)
     for lay in (Layout(dp=1, etp=1), Layout(tp=2, cp=4, dp=1, ep=4, etp=1)):
         work = language_layer(kind, p, lay, Batch(3, 3, 64)).work
         assert 3 * lay.size * sum(work.values()) == pytest.approx(expected)
