@@ -30,6 +30,9 @@ MODES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_t
 REASONING = "reasoning_content", "thinking", "reasoning"
 """Names of an answer's reasoning; transformers gives it to templates under the first two."""
 
+KEPT = 64
+"""Rendered texts that are kept: finding answers renders a conversation in the same way again."""
+
 _MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
 _ANSWER = "\u27e8answer\u27e9"
 """Stands in for an answer, to find what the template puts before and after it."""
@@ -44,6 +47,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._rendered: dict[str, tuple[str, list[range]]] = {}
 
     def render(
         self, messages: Sequence[Message], arguments: Mapping[str, Any], ask: bool = False
@@ -53,6 +57,16 @@ class ChatTemplate:
         Args:
             ask: whether to add what asks for the next answer.
         """
+        key = repr((messages, sorted(arguments.items()), ask))
+        if key not in self._rendered:
+            if len(self._rendered) == KEPT:
+                self._rendered.clear()
+            self._rendered[key] = self._render(messages, arguments, ask)
+        return self._rendered[key]
+
+    def _render(
+        self, messages: Sequence[Message], arguments: Mapping[str, Any], ask: bool
+    ) -> tuple[str, list[range]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         if not messages:
@@ -145,18 +159,22 @@ class ChatTemplate:
             except BadConversation:
                 return ""
 
-        prompts: list[str] = []
-        with suppress(BadConversation):  # such as that of a conversation without turns
-            prompts.extend(self.prompts(before, arguments))
-        prompts += [prompt.rstrip() for prompt in prompts]  # "<think>" without its new line
+        def prompts() -> Iterator[str]:
+            found = []
+            with suppress(BadConversation):  # such as that of a conversation without turns
+                for prompt in self.prompts(before, arguments):
+                    found.append(prompt)
+                    yield prompt
+            yield from (prompt.rstrip() for prompt in found)  # "<think>" without its new line
+
         whole = tried(messages[place]).rstrip()
-        start = next((len(prompt) for prompt in prompts if text.startswith(prompt)), None)
+        start = next((len(prompt) for prompt in prompts() if text.startswith(prompt)), None)
         if start is not None and whole and text.startswith(whole):
             return range(start, len(whole))
         for probe in _probes(messages[place]):
             alone, is_there, end = tried(probe).rpartition(_ANSWER)
             lead, is_here, rest = tried(probe, *after).rpartition(_ANSWER)
-            produced = [alone[len(p) :] for p in prompts if alone.startswith(p)]
+            produced = [alone[len(p) :] for p in prompts() if alone.startswith(p)]
             first = next((len(lead) - len(p) for p in produced if lead.endswith(p)), None)
             if first is None and probe.get("content") == _ANSWER:
                 first = len(lead.rstrip(" "))

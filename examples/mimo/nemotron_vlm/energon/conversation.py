@@ -137,14 +137,16 @@ class Chat:
         for kind, token in self._tokens.items():
             if token not in vocabulary:
                 raise ValueError(f"tokenizer {path}: has no token {token} for {kind}")
-        self._tokenizer = tokenizer
+        tokenizer("")  # cancels padding and truncation that its file may ask for
+        self._tokenizer, self._encode = tokenizer, tokenizer.backend_tokenizer.encode
         self._template = ChatTemplate(tokenizer)
-        self._special = list(tokenizer.added_tokens_decoder)
         self.ids: dict[str, int] = {kind: vocabulary[t] for kind, t in self._tokens.items()}
         self._around = {k: t for k, t in AROUND.items() if all(each in vocabulary for each in t)}
         pad = tokenizer.pad_token_id
         self.pad_token: int = tokenizer.eos_token_id if pad is None else pad
         self.vocab_size: int = max(vocabulary.values()) + 1
+        self._is_special = np.zeros(self.vocab_size, bool)
+        self._is_special[list(tokenizer.added_tokens_decoder)] = True
         self.unknown: int | None = tokenizer.unk_token_id
         self.end: int = tokenizer.eos_token_id
 
@@ -222,7 +224,7 @@ class Chat:
         text, spans = self._surrounded(text, spans, labels)
         tokens, starts, least = self._read(text), [], 0
         for span in spans:
-            special = np.isin(tokens[:, 0], self._special) & (tokens[:, 1] < span.start)
+            special = self._is_special[tokens[:, 0]] & (tokens[:, 1] < span.start)
             near = max(least, np.flatnonzero(special)[-1:].sum())  # what is before does not matter
             at = tokens[near, 1] if near < len(tokens) else span.start
             before = self._read(text[: span.start], at)
@@ -241,9 +243,7 @@ class Chat:
         # A tokenizer may treat a text's beginning in its own way, but not what follows a token.
         anchor = self._tokenizer.eos_token if start else ""
         try:
-            found = self._tokenizer(
-                anchor + text[start:], add_special_tokens=False, return_offsets_mapping=True
-            )
+            found = self._encode(anchor + text[start:], add_special_tokens=False)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in Rust is no Exception
@@ -252,8 +252,8 @@ class Chat:
             else:
                 why = one_line(error)
             raise BadConversation(f"the tokenizer refuses it: {why}") from error
-        offsets = np.array(found["offset_mapping"], np.int64).reshape(-1, 2)
-        tokens = np.column_stack([np.array(found["input_ids"], np.int64), offsets])
+        offsets = np.array(found.offsets, np.int64).reshape(-1, 2)
+        tokens = np.column_stack([np.array(found.ids, np.int64), offsets])
         return tokens[len(anchor) > 0 :] + [0, *[start - len(anchor)] * 2]
 
     @staticmethod
