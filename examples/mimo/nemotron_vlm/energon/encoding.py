@@ -14,7 +14,7 @@ from examples.mimo.nemotron_vlm.data.sample import Text
 from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS, VIDEO, Chat
 from examples.mimo.nemotron_vlm.energon.errors import BadClip, BadConversation, BadMedium, BadSound
-from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling, open_image
+from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling, decoded, open_image
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT, Medium, Record
 from examples.mimo.nemotron_vlm.energon.sounds import Listening, picture_of
 from examples.mimo.nemotron_vlm.energon.videos import Extent, Watching
@@ -25,12 +25,13 @@ class Read(NamedTuple):
     """An image, sound or clip that has been decoded.
 
     made: an image's tiles, uint8 [n, 3, tile, tile]; an image or a clip as `PatchGrids` and
-    `ClipGrids` cut them; or a sound as `Listening.read` returns it.
+    `ClipGrids` cut them; or a sound as `Listening.read` returns it. None if only the extent was
+    asked for.
     """
 
     kind: str
     extent: Extent
-    made: torch.Tensor
+    made: torch.Tensor | None
 
 
 def read_files(raw: Mapping[str, bytes], media: Sequence[Medium]) -> list[Medium]:
@@ -88,7 +89,8 @@ class Encoder:
 
     def needed(self, text: Text) -> int:
         """Return the tokens to which a text may be cut: all of its media and one of an answer."""
-        media = np.isin(text.input_ids.numpy(), list(self.chat.ids.values()))
+        ids = text.input_ids.numpy()
+        media = np.any([ids == token for token in self.chat.ids.values()], axis=0)
         answers = np.flatnonzero(text.loss_mask.numpy())
         return 1 + max(answers[:1].tolist() + np.flatnonzero(media)[-1:].tolist())
 
@@ -143,8 +145,11 @@ class Encoder:
             repeats[ids == token] = runs[kind]
         return repeats
 
-    def read(self, files: Sequence[Medium]) -> list[Read]:
+    def read(self, files: Sequence[Medium], whole: bool = True) -> list[Read]:
         """Open and decode each image, sound and clip once.
+
+        Args:
+            whole: whether to make encoders' inputs; if not, files are only decoded and measured.
 
         Raises:
             BadMedium: one cannot be decoded.
@@ -153,7 +158,7 @@ class Encoder:
         for file in files:
             counts[file.kind] += 1
             try:
-                found.append(Read(file.kind, *self._read(file)))
+                found.append(Read(file.kind, *self._read(file, whole)))
             except BadMedium as error:
                 name = file.kind.removesuffix("s")
                 raise type(error)(f"{name} {counts[file.kind]}: {error}") from error
@@ -165,6 +170,11 @@ class Encoder:
         """Return an encoder's inputs: all tiles, uint8 [n, 3, tile, tile], or what `Read` has."""
         made = [each.made for each in media if each.kind in KINDS_OF[encoder]]
         return self.images.join(made) if encoder == IMAGES else made
+
+    def count(self, media: Sequence[Read]) -> int:
+        """Return the number of inputs of the encoder of images: tiles, or images and clips."""
+        sizes = [each.extent.size for each in media if each.kind in KINDS_OF[IMAGES]]
+        return sum(sizes) if isinstance(self.images, Tiling) else len(sizes)
 
     def pictures(self, files: list[Medium]) -> list[torch.Tensor]:
         """Return pictures of what a sample has: images or tiles, frames and spectrograms.
@@ -184,15 +194,17 @@ class Encoder:
             frames = [np.array(open_image(*file.files))]
         return [torch.from_numpy(frame).permute(2, 0, 1) for frame in frames]
 
-    def _read(self, file: Medium) -> tuple[Extent, torch.Tensor]:
+    def _read(self, file: Medium, whole: bool = True) -> tuple[Extent, torch.Tensor | None]:
         if file.kind == SOUND:
             sound = self._listening.read(*file.files)
             return Extent(len(sound)), sound
-        if file.kind == VIDEO:
+        if file.kind == VIDEO and whole:
             return self._watching.read(file.files, file.fps)
-        image = open_image(*file.files)
-        own = self.images.own_patches(*image.size)
-        return Extent(self.images.size_of(*image.size), own=own), self.images.cut(image)
+        if file.kind == VIDEO:
+            return self._watching.frames_of(file.files, file.fps)[0], None
+        image, size = decoded(*file.files, small=not whole)
+        extent = Extent(self.images.size_of(*size), own=self.images.own_patches(*size))
+        return extent, self.images.cut(image) if whole else None
 
     @property
     def _listening(self) -> Listening:

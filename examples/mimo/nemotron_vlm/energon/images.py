@@ -19,6 +19,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 from PIL import Image, ImageOps
+from PIL.ExifTags import Base
 
 from examples.mimo.nemotron_vlm.energon.errors import BadImage, decoding
 from examples.mimo.nemotron_vlm.model.patch_grids import PatchGrids
@@ -32,6 +33,8 @@ FORMATS = {
 
 OTHERS = {"avif", "dng", "heic", "heif", "jp2", "jxl", "svg", "webp"} - FORMATS.keys()
 """Suffixes of images that this Pillow does not read."""
+TURNED = range(5, 9)
+"""Orientations of EXIF that turn an image by a quarter."""
 LONGEST = (1 << 15) - 1
 """Most patches of a side of an image or a frame, and most tubelets of a clip."""
 
@@ -122,7 +125,6 @@ class Resizing:
         return images
 
 
-@decoding(BadImage)
 def open_image(data: bytes) -> Image.Image:
     """Decode an image as a viewer shows it, in RGB: its first frame, upright, on white.
 
@@ -131,6 +133,16 @@ def open_image(data: bytes) -> Image.Image:
     Raises:
         BadImage: it is damaged, in none of `FORMATS`, without pixels, of more than Pillow's
             ``MAX_IMAGE_PIXELS``, or in greys of 32 bits, which do not say what is white.
+    """
+    return decoded(data)[0]
+
+
+@decoding(BadImage)
+def decoded(data: bytes, small: bool = False) -> tuple[Image.Image, tuple[int, int]]:
+    """Return what `open_image` does, and its width and height; raise what that raises.
+
+    Args:
+        small: whether all bytes of a JPEG are decoded, but to an eighth of its width and height.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -141,15 +153,18 @@ def open_image(data: bytes) -> Image.Image:
             raise BadImage(line) from error
         if 0 in file.size:
             raise BadImage(f"{file.width} × {file.height} pixels")
+        size = file.size[::-1] if file.getexif().get(Base.Orientation) in TURNED else file.size
+        is_smaller = small and file.draft(None, (1, 1))
         image = ImageOps.exif_transpose(file)
+        size = size if is_smaller else image.size
     if image.mode.startswith("I;16") or (image.mode == "I" and file.format in ("PNG", "PPM")):
-        return _of_16_bits(image)
+        return _of_16_bits(image), size
     if image.mode in "IF":
         raise BadImage(f"Pillow's mode {image.mode}: convert its greys of 32 bits to 8 or 16 bits")
     if image.mode.endswith(("A", "a")) or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
+    return image.convert("RGB"), size
 
 
 def _of_16_bits(image: Image.Image) -> Image.Image:

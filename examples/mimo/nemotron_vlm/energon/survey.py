@@ -250,10 +250,10 @@ class _Shards(Dataset):
                         digest.update(content)
                 record = dataset.record(raw, encoder.prompt)
                 files = read_files(raw, record.media)
-                decoded = encoder.read(files)
+                decoded = encoder.read(files, whole=False)
                 extents = [each.extent for each in decoded]
                 text = encoder.text(record, extents)
-                sizes = len(encoder.inputs(decoded)), len(decoded), encoder.needed(text)
+                sizes = encoder.count(decoded), len(decoded), encoder.needed(text)
                 asked = encoder.asked(record, extents, text)
                 rows[:, place] = GOOD, len(text.input_ids), *sizes, text_sum(raw), asked
                 media += [
