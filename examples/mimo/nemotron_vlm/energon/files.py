@@ -9,6 +9,7 @@ place in the file, so survey, order and resume work as with shards.
 """
 
 import base64
+import hashlib
 import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from examples.mimo.nemotron_vlm.energon.errors import BadConversation, Unreadabl
 from examples.mimo.nemotron_vlm.energon.record_files import open_file
 from examples.mimo.nemotron_vlm.energon.records import ITEMS, SOURCES, kind_of, numerically
 from examples.mimo.nemotron_vlm.energon.store import PARTS, DataSet, EmptySplit
+from examples.mimo.nemotron_vlm.energon.units import stamp
 from megatron.energon import CrudeSample
 from megatron.energon.dataset_config import load_config
 from megatron.energon.epathlib import EPath
@@ -100,6 +102,25 @@ class FileSet(DataSet):
     def name(self, index: int) -> str:
         """Return ``file:line`` of a record, in Parquet ``file:row``."""
         return f"{self._file.name}:{self._records.places[self._numbers[index]]}"
+
+    def state_of(self, number: int) -> str:
+        """Return the hash of all that a run of records follows from: texts, names and media.
+
+        Of media in files, it has the `stamp`.
+        """
+        digest = hashlib.sha256()
+        for index in range(*self.ends[number : number + 2]):
+            try:
+                text, record = self._records.read(int(self._numbers[index]), True)
+                digest.update(f"{self.name(index)} {len(text)}\n".encode() + text)
+                for name, content in self._media(record, True):
+                    content = (
+                        content if isinstance(content, bytes) else repr(stamp(content)).encode()
+                    )
+                    digest.update(f"{name} {len(content)}\n".encode() + content)
+            except Exception as error:  # such a sample is bad until its record or files change
+                digest.update(f"{self.name(index)} {one_line(error)}\n".encode())
+        return digest.hexdigest()
 
     def _read(self, index: int, kinds: Collection[str] | None) -> dict[str, Any]:
         bytes_too = kinds is None or len(kinds) > 0

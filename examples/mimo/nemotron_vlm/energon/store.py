@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random access to energon's data sets: the samples of a split by index."""
 
-import hashlib
 import logging
 import re
 import shlex
@@ -29,6 +28,7 @@ from examples.mimo.nemotron_vlm.energon.records import (
     kind_of,
     read_record,
 )
+from examples.mimo.nemotron_vlm.energon.units import hash_of, state_of_shard
 from megatron.energon import BaseWebdatasetFactory, WorkerConfig, load_dataset
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.config import (
@@ -144,9 +144,11 @@ class DataSet:
     def configuration(self) -> str:
         """Hash of energon's own files on which the samples depend, wherever they lie."""
         folder = self.path / MAIN_FOLDER_NAME
-        patterns = (INDEX_UUID_FILENAME, ".info.*", "*.yaml", "*.py")
-        files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
-        return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+        return hash_of(folder, INDEX_UUID_FILENAME, ".info.*", "*.yaml", "*.py")
+
+    def state_of(self, number: int) -> str:
+        """See `state_of_shard`."""
+        return state_of_shard(self.path, self.shards[number], self._factory.sample_excludes)
 
     def raw(self, index: int, kinds: Collection[str] | None = None) -> dict[str, Any]:
         """Return a sample's files as bytes, with energon's ``__key__``.

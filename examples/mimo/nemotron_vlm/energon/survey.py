@@ -17,9 +17,8 @@ on the sequence length. Each data set has, beside energon's own metadata or in a
 import hashlib
 import json
 import multiprocessing
-import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ from examples.mimo.nemotron_vlm.energon.encoding import Encoder, read_files
 from examples.mimo.nemotron_vlm.energon.errors import (
     UNUSABLE,
     BadConversation,
+    BadShard,
     Excluded,
     MissingPackage,
     UnreadFormat,
@@ -41,6 +41,7 @@ from examples.mimo.nemotron_vlm.energon.errors import (
 )
 from examples.mimo.nemotron_vlm.energon.records import kind_of
 from examples.mimo.nemotron_vlm.energon.store import DataSet
+from examples.mimo.nemotron_vlm.energon.units import Unit, load_unit, save_unit, write
 from examples.mimo.nemotron_vlm.energon.videos import Extent
 from megatron.energon.flavors.webdataset.config import MAIN_FOLDER_NAME
 
@@ -52,6 +53,9 @@ KINDS = tuple(PLACEHOLDERS)
 MEDIA = [("kind", "i1"), ("size", "i8"), ("frames", "i4"), ("fps", "f8"), ("own", "i8")]
 MEDIA = np.dtype([*MEDIA, ("sum", "i4")])
 GOOD, TOO_LONG = STATES.index("good"), STATES.index("too long")
+UNREADABLE = STATES.index(BadShard.kind)
+UNITS = "surveyed"
+"""Folder, beside surveys, of the files of their units."""
 
 
 class NoSurvey(ValueError):
@@ -113,13 +117,15 @@ class Survey:
         ends = own[self.media_ends]
         return int(np.diff(ends, prepend=0)[indices].sum())
 
-    def states(self, seq_length: int, cut: bool = False) -> np.ndarray:
-        """Return the states of all samples, int32; those that need more tokens are too long.
+    def states(self, seq_length: int, cut: bool = False, part: slice = slice(None)) -> np.ndarray:
+        """Return the states of samples, int32; those that need more tokens are too long.
 
         Args:
             cut: whether samples need only the tokens to which they may be cut.
+            part: the samples; all by default.
         """
-        return np.where((self.needed if cut else self.tokens) > seq_length, TOO_LONG, self.state)
+        tokens = self.needed if cut else self.tokens
+        return np.where(tokens[part] > seq_length, TOO_LONG, self.state[part])
 
 
 def checksum(contents: Iterable[bytes]) -> int:
@@ -187,8 +193,10 @@ def make_survey(
     from megatron.core.dist_checkpointing.managed_queue import END_WITH_RANK  # slow for workers
 
     multiprocessing.set_forkserver_preload([__name__])
+    path = _path(dataset, encoder, folder)
+    (path.parent / UNITS).mkdir(parents=True, exist_ok=True)
     loader = DataLoader(
-        _Shards(dataset, encoder),
+        _Units(dataset, encoder, path),
         batch_size=None,
         collate_fn=tuple,
         num_workers=min(workers, len(dataset.shards)),
@@ -196,46 +204,63 @@ def make_survey(
         multiprocessing_context="forkserver" if workers else None,
         worker_init_fn=partial(_run, END_WITH_RANK),
     )
-    shards = list(tqdm(loader, str(dataset.path), unit="shard", disable=None))
-    rows, media, bad, digests = zip(*shards, strict=True)
+    units = list(tqdm(loader, str(dataset.path), unit="shard", disable=None))
+    rows, media, bad, digests = zip(*units, strict=True)
     digest = hashlib.sha256(json.dumps([FORMAT, encoder.settings]).encode())
     for one in digests:
         digest.update(one.encode())
     notes = {
         "settings": encoder.settings,
         "fingerprint": digest.hexdigest(),
-        "bad": [asdict(sample) for samples in bad for sample in samples],
+        "bad": [
+            entry | {"index": first + entry["index"]}
+            for first, entries in zip(dataset.ends, bad, strict=False)
+            for entry in entries
+        ],
     }
     table = np.concatenate(rows, axis=1)
     table[3] = np.cumsum(table[3])
-    path = _path(dataset, encoder, folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(notes, indent=1).encode()
-    _write(path.with_suffix(".json"), lambda file: file.write(text))
-    _write(_media(path), lambda file: np.save(file, np.concatenate(media)))
-    _write(path, lambda file: np.save(file, table))  # if it is there, the survey is complete
+    write(path.with_suffix(".json"), lambda file: file.write(text))
+    write(_media(path), lambda file: np.save(file, np.concatenate(media)))
+    write(path, lambda file: np.save(file, table))  # if it is there, the survey is complete
 
 
 def _run(code: str, _worker: int) -> None:
     exec(code, {})
 
 
-class _Shards(Dataset):
-    """The surveys of a data set's shards."""
+class _Units(Dataset):
+    """What the survey finds in each shard, kept in a file as the shard ends.
 
-    def __init__(self, dataset: DataSet, encoder: Encoder) -> None:
-        self.dataset, self.encoder = dataset, encoder
+    The file's name hashes all that it depends on. One that is older than the survey of all is not
+    taken: that is made again to read everything again.
+    """
+
+    def __init__(self, dataset: DataSet, encoder: Encoder, survey: Path) -> None:
+        self.dataset, self.encoder, self.folder = dataset, encoder, survey.parent / UNITS
+        self.settings = json.dumps([FORMAT, encoder.settings])
+        self.surveyed = survey.stat().st_mtime_ns if survey.exists() else 0
 
     def __len__(self) -> int:
         return len(self.dataset.shards)
 
-    def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray, list[BadSample], str]:
-        """Read, encode and decode all samples of a shard.
+    def __getitem__(self, number: int) -> Unit:
+        try:
+            depends = self.settings + self.dataset.state_of(number)
+        except OSError:  # no sample can be read
+            return self._made(number)
+        path = self.folder / f"{hashlib.sha256(depends.encode()).hexdigest()[:32]}.npz"
+        unit = load_unit(path)
+        if unit and path.stat().st_mtime_ns > self.surveyed:
+            return unit
+        unit = self._made(number)
+        if not (unit[0][0] == UNREADABLE).any():  # it may be readable the next time
+            save_unit(path, unit)
+        return unit
 
-        Returns:
-            The rows of each sample, int32 [7, samples]; kind, extent and checksum of each medium,
-            `MEDIA` [media]; the bad samples; and a hash of the samples' bytes.
-        """
+    def _made(self, number: int) -> Unit:
+        """Read, encode and decode all samples of a shard."""
         dataset, encoder = self.dataset, self.encoder
         indices = range(dataset.ends[number], dataset.ends[number + 1])
         rows = np.zeros((7, len(indices)), np.int32)
@@ -267,7 +292,7 @@ class _Shards(Dataset):
                 if isinstance(error, UNUSABLE):
                     kind, reason = error.kind, one_line(error)
                 state = rows[0, place] = STATES.index(kind)
-                bad.append(BadSample(index, dataset.name(index), int(state), reason))
+                bad.append(asdict(BadSample(place, dataset.name(index), int(state), reason)))
                 digest.update(f"{place} {state}\n".encode())
         return rows, np.array(media, MEDIA), bad, digest.hexdigest()
 
@@ -281,11 +306,3 @@ def _path(dataset: DataSet, encoder: Encoder, folder: Path | None) -> Path:
 
 def _media(path: Path) -> Path:
     return path.with_suffix(".media.npy")
-
-
-def _write(path: Path, write: Callable) -> None:
-    """Write a file that is there as a whole or not at all."""
-    own = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(own, "wb") as file:
-        write(file)
-    os.replace(own, path)

@@ -22,10 +22,8 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copied(digits, tmp_path) -> Path:
     """A copy of the data set without survey."""
-    shutil.copytree(digits, tmp_path / "copy")
-    for file in (tmp_path / "copy" / ".nv-meta").glob("survey-*"):
-        file.unlink()
-    return tmp_path / "copy"
+    surveys = shutil.ignore_patterns("survey*")
+    return shutil.copytree(digits, tmp_path / "copy", ignore=surveys)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,83 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Files of what a survey found in one shard, and hashes of what a shard's samples follow from.
+
+A survey of all is made of them. So one that is killed goes on with the next shard, and after shards
+are added it reads these alone.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+
+from megatron.energon.flavors.webdataset.config import MAIN_FOLDER_NAME
+from megatron.energon.flavors.webdataset.structs import ShardInfo
+
+Unit = tuple[np.ndarray, np.ndarray, list[dict[str, Any]], str]
+"""What a survey found in a shard: rows, int32 [7, samples]; media, `MEDIA` [media]; fields of the
+bad samples, with their index in the shard; and a hash of the samples' bytes."""
+
+
+def save_unit(path: Path, unit: Unit) -> None:
+    """Write a unit into a file."""
+    rows, media, *notes = unit
+    write(path, lambda file: np.savez(file, rows, media, json.dumps(notes)))
+
+
+def load_unit(path: Path) -> Unit | None:
+    """Read a unit; return None if the file is not there or damaged."""
+    try:
+        with np.load(path) as file:
+            rows, media, notes = file.values()
+    except (OSError, EOFError, ValueError, BadZipFile):
+        return None
+    return rows, media, *json.loads(notes.item())
+
+
+def state_of_shard(folder: Path, shard: ShardInfo, excluded: Collection[str]) -> str:
+    """Return a hash of all that a shard's samples follow from: its file, index and settings.
+
+    Other shards do not change it. A file that replaces the shard does: see `stamp`.
+
+    Args:
+        folder: the data set's. excluded: ``shard/key`` of samples that are not meant to be used.
+
+    Raises:
+        OSError: the shard or its index is not there.
+    """
+    file = folder / shard.name
+    excluded = sorted(key for key in excluded if key.startswith(f"{shard.name}/"))
+    settings = hash_of(folder / MAIN_FOLDER_NAME, "*.yaml", "*.py", without="split.yaml")
+    depends = json.dumps([shard.name, shard.count, stamp(file), excluded, settings])
+    index = file.with_name(f"{file.name}.idx").read_bytes()
+    return hashlib.sha256(depends.encode() + index).hexdigest()
+
+
+def stamp(file: Path) -> tuple[int, int, int]:
+    """Return a file's size, its time of modification, and its time of change, in ns.
+
+    The last differs if another file of the same size and time of modification replaces it.
+    """
+    status = os.stat(file)
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def hash_of(folder: Path, *patterns: str, without: str = "") -> str:
+    """Return a hash of the files in a folder that fit one of some patterns."""
+    files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
+    contents = (file.read_bytes() for file in files if file.name != without)
+    return hashlib.sha256(b"\0".join(contents)).hexdigest()
+
+
+def write(path: Path, write_into: Callable) -> None:
+    """Write a file that is there as a whole or not at all."""
+    own = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(own, "wb") as file:
+        write_into(file)
+    os.replace(own, path)

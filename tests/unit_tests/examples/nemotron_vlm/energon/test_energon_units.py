@@ -1,0 +1,220 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The survey of each shard is kept as it ends, and taken as long as nothing of it changes."""
+
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from examples.mimo.nemotron_vlm.data.sample import Text
+from examples.mimo.nemotron_vlm.energon import files
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+from examples.mimo.nemotron_vlm.energon.errors import BadImage
+from examples.mimo.nemotron_vlm.energon.images import decoded, open_image
+from examples.mimo.nemotron_vlm.energon.store import DataSet
+from megatron.energon import BaseWebdatasetFactory
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
+    ShardReads,
+    damage_image,
+    encoder,
+    image,
+    source,
+    survey,
+)
+
+ONE = {"splits": ["train"], "makes": [encoder]}
+TURNS = [{"from": "human", "value": "look <image>"}, {"from": "gpt", "value": "7"}]
+
+
+@pytest.fixture
+def reads(monkeypatch) -> list[str]:
+    """Names of the samples that surveys read from now on."""
+    seen, read = [], DataSet.raw
+
+    def recorded(dataset: DataSet, index: int, *more) -> dict:
+        seen.append(dataset.name(index))
+        return read(dataset, index, *more)
+
+    monkeypatch.setattr(DataSet, "raw", recorded)
+    return seen
+
+
+def shards_of(reads: list[str]) -> list[str]:
+    """Return the shards that were read, in their order, and read no more from now on."""
+    shards = list(dict.fromkeys(name.partition("/")[0] for name in reads))
+    reads.clear()
+    return shards
+
+
+def made(path: Path) -> dict[str, bytes]:
+    """Return the files of surveys of whole data sets."""
+    return {file.name: file.read_bytes() for file in path.glob("survey-*")}
+
+
+def forget(path: Path) -> None:
+    """Remove the surveys of whole data sets."""
+    for file in (path / ".nv-meta").glob("survey-*"):
+        file.unlink()
+
+
+def interrupted(samples: int) -> Callable:
+    """Return `Encoder.needed`, which is interrupted after some samples."""
+    needed, counted = Encoder.needed, itertools.count()
+
+    def counting(encoder: Encoder, text: Text) -> int:
+        if next(counted) == samples:
+            raise KeyboardInterrupt
+        return needed(encoder, text)
+
+    return counting
+
+
+def prepare(path: Path, shards: list[str]) -> None:
+    parts = [("train", "train-.*"), ("val", "val-.*")]
+    BaseWebdatasetFactory.prepare_dataset(path, shards, split_parts_patterns=parts, workers=1)
+
+
+def test_one_that_is_killed_goes_on_with_the_next_shard(copied, tmp_path, monkeypatch, reads):
+    def killed(path: Path) -> None:
+        name, read = DataSet.name, DataSet.raw
+
+        def counted(dataset: DataSet, index: int, *more) -> dict:
+            if name(dataset, index).startswith("train-0002"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return read(dataset, index, *more)
+
+        monkeypatch.setattr(DataSet, "raw", counted)
+        survey(path, **ONE)
+
+    child = multiprocessing.get_context("fork").Process(target=killed, args=[copied])
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    assert not made(copied / ".nv-meta")
+    survey(copied, **ONE)
+    assert shards_of(reads) == ["train-0002.tar", "train-0003.tar"]
+    survey(copied, folder=tmp_path / "other", **ONE)
+    assert len(shards_of(reads)) == 4
+    assert made(copied / ".nv-meta") == made(tmp_path / "other")
+
+
+def test_a_shard_that_is_replaced_is_read_whatever_its_size_and_time(copied, reads):
+    survey(copied, **ONE)
+    shard = copied / "train-0001.tar"
+    before = shard.stat()
+    forget(copied)
+    reads.clear()
+    damage_image(copied, shard.name)
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = shard.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    survey(copied, **ONE)
+    assert shards_of(reads) == [shard.name]
+    assert source(copied).left_out("train") == {"bad image": 1}
+
+
+def test_what_is_unreadable_or_damaged_is_not_kept(copied, reads, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    failing = ShardReads(monkeypatch).failing
+    failing["train-0002.tar"] = 10**9
+    (copied / "train-0003.tar").rename(copied / "away")
+    survey(copied, **ONE)
+    failing.clear()
+    (copied / "away").rename(copied / "train-0003.tar")
+    forget(copied)
+    kept = sorted((copied / ".nv-meta" / "surveyed").iterdir())
+    assert len(kept) == 2
+    kept[0].write_bytes(kept[0].read_bytes()[:-30])
+    reads.clear()
+    survey(copied, **ONE)
+    assert len(again := shards_of(reads)) == 3 and "train-0002.tar" in again
+    assert not source(copied).left_out("train")
+
+
+def test_one_that_is_made_again_reads_all_and_goes_on_if_it_is_killed(copied, reads, monkeypatch):
+    survey(copied, **ONE)
+    reads.clear()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Encoder, "needed", interrupted(40))
+        survey(copied, **ONE)
+    assert shards_of(reads) == ["train-0000.tar", "train-0001.tar"]
+    survey(copied, **ONE)
+    assert shards_of(reads) == ["train-0001.tar", "train-0002.tar", "train-0003.tar"]
+    survey(copied, **ONE)
+    assert len(shards_of(reads)) == 4
+
+
+def test_of_added_shards_alone_samples_are_read(copied, tmp_path, reads):
+    shards = sorted(file.name for file in copied.glob("*.tar"))
+    prepare(copied, [shards[1], shards[3], shards[4]])
+    survey(copied, **ONE)
+    assert shards_of(reads) == [shards[1], shards[3]]
+    prepare(copied, shards)
+    survey(copied, **ONE)
+    assert len(reads) == 24 + 24 and shards_of(reads) == [shards[0], shards[2]]
+    survey(copied, folder=tmp_path / "other", **ONE)
+    whole = made(tmp_path / "other")
+    assert whole.items() <= made(copied / ".nv-meta").items() and len(whole) == 3
+
+
+def test_of_records_only_runs_that_changed_are_read(digits, tmp_path, monkeypatch, reads):
+    monkeypatch.setattr(files, "CHUNK", 10)
+    for number in range(4):
+        (tmp_path / f"{number}.png").write_bytes(image(16, 16))
+    lines = [json.dumps({"image": f"{n // 10}.png", "conversations": TURNS}) for n in range(35)]
+    file = tmp_path / "train.jsonl"
+
+    def surveyed(count: int) -> list[str]:
+        reads.clear()
+        file.write_text("\n".join(lines[:count]))
+        survey(tmp_path, digits / "tokenizer", **ONE)
+        return [name.partition(":")[2] for name in reads]
+
+    assert len(surveyed(25)) == 25
+    assert surveyed(35) == [str(line) for line in range(21, 36)]
+    forget(tmp_path)
+    (tmp_path / "1.png").write_bytes(image(16, 32))
+    assert surveyed(35) == [str(line) for line in range(11, 21)]
+    forget(tmp_path)
+    (tmp_path / "3.png").unlink()
+    assert surveyed(35) == [str(line) for line in range(31, 36)]
+    assert source(tmp_path, digits / "tokenizer").left_out("train") == {"bad text": 5}
+
+
+@pytest.mark.parametrize("form", ["plain", "progressive", "turned", "greys", "CMYK", "PNG"])
+def test_a_file_that_is_only_measured_is_as_good_or_bad_as_one_that_is_read(form):
+    """Cut or damaged at 200 places each."""
+    draw = np.random.default_rng(1)
+    pixels = Image.fromarray(draw.integers(0, 256, (40, 70, 3), np.uint8))
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6
+    mode = {"greys": "L", "CMYK": "CMYK"}.get(form, "RGB")
+    more = {"progressive": {"progressive": True}, "turned": {"exif": exif}}.get(form, {})
+    pixels.convert(mode).save(file, "PNG" if form == "PNG" else "JPEG", **more)
+    data = file.getvalue()
+
+    def measured(data: bytes) -> tuple[int, int]:
+        return decoded(data, small=True)[1]
+
+    def verdict(read, data: bytes) -> tuple[int, int] | str:
+        try:
+            return read(data)
+        except BadImage as error:
+            return str(error)
+
+    found = [verdict(measured, data)]
+    assert found == [(40, 70) if form == "turned" else (70, 40)]
+    for place in draw.integers(0, len(data), 200).tolist():
+        for hurt in (data[:place], data[:place] + bytes([data[place] ^ 255]) + data[place + 1 :]):
+            found.append(verdict(measured, hurt))
+            assert found[-1] == verdict(lambda data: open_image(data).size, hurt)
+    assert 200 <= sum(isinstance(each, str) for each in found) < 400
