@@ -26,6 +26,9 @@ SAMPLE, PLACE, ROWS, WORK, SIZE = range(5)
 """Columns of an array of inputs: number of the sample, place among its inputs, rows that the input
 becomes, operations that it takes, and its size."""
 
+AHEAD = 64
+"""Most windows whose rows are counted at a time, to find the window of a row."""
+
 COUNTED = 1024
 """Rows of single samples from which the throughput is computed; packed, a window's."""
 
@@ -41,8 +44,8 @@ class Packing(NamedTuple):
     window: int = 1024
     multiple: int = 16
 
-    def padded(self, tokens: int) -> int:
-        """Return the length of a sample of ``tokens`` tokens after padding."""
+    def padded(self, tokens: int | np.ndarray) -> int | np.ndarray:
+        """Return the lengths of samples, or of one, after padding."""
         return -(-tokens // self.multiple) * self.multiple
 
 
@@ -111,8 +114,11 @@ class Rows:
     def _window_of(self, row: int) -> tuple[int, int]:
         """Return the number of a row's window, and the number of rows before that window."""
         while not self._ends or self._ends[-1] <= row:
-            rows = self._packed(len(self._ends))
-            self._ends.append(len(rows) + (self._ends[-1] if self._ends else 0))
+            size, ahead = self.packing.window, min(AHEAD, len(self._ends) + 1)
+            tokens = self.source.costs(self.split, len(self._ends) * size, ahead * size)[:, 0]
+            windows = self.packing.padded(tokens).reshape(ahead, size)
+            counts = [_bins(lengths, self.seq_length) for lengths in windows]
+            self._ends += np.cumsum([*self._ends[-1:], *counts])[-ahead:].tolist()
         window = bisect_right(self._ends, row)
         return window, self._ends[window - 1] if window else 0
 
@@ -120,8 +126,7 @@ class Rows:
         if self._window[0] != window:
             first = window * self.packing.window
             tokens = self.source.costs(self.split, first, self.packing.window)[:, 0]
-            lengths = [self.packing.padded(int(n)) for n in tokens]
-            rows = best_fit(lengths, self.seq_length)
+            rows = best_fit(self.packing.padded(tokens).tolist(), self.seq_length)
             order = np.random.default_rng([self._seed, window]).permutation(len(rows))
             self._window = window, [[first + i for i in rows[place]] for place in order]
         return self._window[1]
@@ -130,6 +135,16 @@ class Rows:
 def _bounds(samples: list[list[int]]) -> tuple[int, int]:
     flat = [number for row in samples for number in row]
     return min(flat), max(flat) + 1
+
+
+def _bins(lengths: np.ndarray, capacity: int) -> int:
+    """Return the number of bins that `best_fit` fills, in a third of its time."""
+    rooms: list[int] = []
+    for length in np.sort(lengths)[::-1].tolist():
+        place = bisect_left(rooms, length)
+        room = capacity if place == len(rooms) else rooms.pop(place)
+        insort(rooms, room - length)
+    return len(rooms)
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:

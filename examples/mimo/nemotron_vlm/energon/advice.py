@@ -77,5 +77,5 @@ def _packed_padding(tokens: np.ndarray, length: int, packing: Packing) -> float:
     """Return the share of padding in packed rows, as the first windows have it."""
     size = packing.window
     windows = [tokens[i : i + size] for i in range(0, len(tokens), size)][:WINDOWS]
-    padded = (best_fit([packing.padded(int(n)) for n in each], length) for each in windows)
+    padded = (best_fit(packing.padded(each).tolist(), length) for each in windows)
     return 1 - sum(each.sum() for each in windows) / (sum(map(len, padded)) * length)

@@ -14,13 +14,25 @@ from examples.mimo.nemotron_vlm.energon.order import Order
 from examples.mimo.nemotron_vlm.energon.store import DataSet, Mode
 from examples.mimo.nemotron_vlm.energon.survey import GOOD, STATES, Survey
 
+PART = 1 << 20
+"""Samples whose states are read at a time."""
+
 
 class _Numbered(NamedTuple):
-    """A data set, its survey, and the indices of the samples that are numbered, int64 [n]."""
+    """A data set, its survey, and how many samples are numbered before each that is not.
+
+    skipped: int32 [samples without a number], ascending; it takes less memory than the others'
+    indices.
+    """
 
     dataset: DataSet
     survey: Survey
-    samples: np.ndarray
+    skipped: np.ndarray
+
+    def indices(self, samples: np.ndarray) -> np.ndarray:
+        """Return the indices of numbered samples in the data set, int64 [n]."""
+        passed = np.searchsorted(self.skipped, samples.astype(np.int32), side="right")
+        return self.dataset.subset.start + samples + passed
 
 
 class Stream:
@@ -44,22 +56,30 @@ class Stream:
         self.left_out: Counter[str] = Counter()
         self.locate = lru_cache(maxsize=4096)(self._locate)
         self._numbered: list[_Numbered] = []
+        sizes = []
         for dataset, survey in pairs:
-            chosen = np.arange(dataset.subset.start, dataset.subset.stop)
-            states = survey.states(seq_length, cut)[chosen]
-            self.left_out.update(
-                STATES[state] for state in np.sort(states[states != GOOD]).tolist()
-            )
-            if not (states == GOOD).any():
+            subset, found, skipped = dataset.subset, np.zeros(len(STATES), np.int64), []
+            for first in range(subset.start, subset.stop, PART):
+                part = slice(first, min(first + PART, subset.stop))
+                states = survey.states(seq_length, cut, part)
+                found += np.bincount(states, minlength=len(STATES))
+                is_good = states == GOOD
+                skipped.append(np.flatnonzero(~is_good) + (first - subset.start))
+                asked = np.bincount(survey.asked[part][is_good])
+                self.asked.update(np.flatnonzero(asked).tolist())
+                is_cut |= bool((survey.tokens[part][is_good] > seq_length).any())
+            sizes.append(int(found[GOOD]))
+            found[GOOD] = 0
+            self.left_out.update({STATES[i]: int(found[i]) for i in np.flatnonzero(found)})
+            if not sizes[-1]:
                 counts = ", ".join(f"{n} {reason}" for reason, n in self.left_out.items())
                 raise ValueError(
-                    f"{dataset.path}: none of {len(chosen)} samples of {seed[1]} can be used: "
+                    f"{dataset.path}: none of {len(subset)} samples of {seed[1]} can be used: "
                     f"{counts}; a sequence has {seq_length} tokens"
                 )
-            self._numbered.append(_Numbered(dataset, survey, chosen[states == GOOD]))
-            self.asked.update(survey.asked[chosen[states == GOOD]].tolist())
-            is_cut |= bool((survey.tokens[chosen[states == GOOD]] > seq_length).any())
-        sizes = [len(each.samples) for each in self._numbered]
+            skipped = np.concatenate(skipped)
+            before = (skipped - np.arange(len(skipped))).astype(np.int32)
+            self._numbered.append(_Numbered(dataset, survey, before))
         self.order = Order(sizes, mode, [dataset.weight for dataset, _ in pairs], seed)
         blend = [
             [survey.fingerprint, dataset.weight, dataset.subset.start, dataset.subset.stop, size]
@@ -70,19 +90,19 @@ class Stream:
 
     def _locate(self, number: int) -> tuple[DataSet, int, Survey]:
         """Return a sample's data set, its index there, and the data set's survey."""
-        (place,), (sample,) = self.order.locate(np.array([number], np.int64))
-        dataset, survey, samples = self._numbered[place]
-        return dataset, int(samples[sample]), survey
+        (place,), sample = self.order.locate(np.array([number], np.int64))
+        numbered = self._numbered[place]
+        return numbered.dataset, int(numbered.indices(sample)[0]), numbered.survey
 
     def costs(self, numbers: np.ndarray) -> np.ndarray:
         """Return tokens and inputs of samples by number, int64 [n, 2]."""
         costs = np.empty((len(numbers), 2), np.int64)
         places, drawn = self.order.locate(numbers)
-        for place, (_, survey, samples) in enumerate(self._numbered):
+        for place, numbered in enumerate(self._numbered):
             here = places == place
-            indices = samples[drawn[here]]
-            costs[here, 0] = np.minimum(survey.tokens[indices], self._seq_length)
-            costs[here, 1] = survey.inputs[indices]
+            indices = numbered.indices(drawn[here])
+            costs[here, 0] = np.minimum(numbered.survey.tokens[indices], self._seq_length)
+            costs[here, 1] = numbered.survey.inputs[indices]
         return costs
 
     def sizes(self, numbers: np.ndarray, encoder: str) -> list[np.ndarray]:
@@ -92,6 +112,6 @@ class Stream:
         else:
             numbered = zip(*self.order.locate(numbers), strict=True)
             pairs = ((self._numbered[place], drawn) for place, drawn in numbered)
-            places = [(samples[drawn], survey) for (_, survey, samples), drawn in pairs]
+            places = [(each.indices(drawn), each.survey) for each, drawn in pairs]
         found = (survey.extents(index, encoder) for index, survey in places)
         return [np.array([extent.size for extent in each], np.int64) for each in found]

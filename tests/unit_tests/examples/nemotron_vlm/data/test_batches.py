@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
-from examples.mimo.nemotron_vlm.data import SampleSource, make_source
+from examples.mimo.nemotron_vlm.data import SampleSource, make_source, rows
 from examples.mimo.nemotron_vlm.data.balance import cut_evenly
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows, best_fit
@@ -90,6 +90,15 @@ class TestRows:
         parts = Rows(VariedSamples(), "train", 512, packing)
         assert [row for at in range(0, 80, cut) for row in parts.samples(at, cut)][:80] == whole
         assert Rows(VariedSamples(), "train", 512, packing).samples(37, 9) == whole[37:46]
+
+    def test_a_row_is_found_without_packing_the_rows_before(self, monkeypatch):
+        packing, packed = Packing(window=20, multiple=8), []
+        one_by_one = Rows(VariedSamples(), "train", 512, packing)
+        whole = [row for window in range(200) for row in one_by_one._packed(window)]
+        assert one_by_one.samples(0, 500) == whole[:500]
+        monkeypatch.setattr(rows, "best_fit", lambda *of: packed.append(of) or best_fit(*of))
+        assert Rows(VariedSamples(), "train", 512, packing).samples(480, 9) == whole[480:489]
+        assert len(packed) < 5
 
 
 @st.composite

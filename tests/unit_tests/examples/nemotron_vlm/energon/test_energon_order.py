@@ -2,12 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sample numbers: every sample once an epoch, and blends in proportion."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.mimo.nemotron_vlm.energon import stream
 from examples.mimo.nemotron_vlm.energon.order import Order, blend
+from examples.mimo.nemotron_vlm.energon.stream import Stream
+from examples.mimo.nemotron_vlm.energon.survey import MEDIA, Survey
 
 
 def epoch(order: Order, number: int) -> np.ndarray:
@@ -76,3 +81,27 @@ def test_an_epoch_repeats_each_data_set_as_often_as_asked():
 def test_what_gives_no_sample_is_refused(sizes, mode, weights, text):
     with pytest.raises(ValueError, match=text):
         Order(sizes, mode, weights, 0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.sampled_from([0, 0, 0, 3, 5, 90]), min_size=1, max_size=60), st.data())
+def test_numbers_skip_bad_and_long_samples_in_the_part_that_a_blend_takes(kinds, draw):
+    """A state, or 90 tokens; read a few samples at a time."""
+    first = draw.draw(st.integers(0, len(kinds) - 1))
+    taken = range(first, draw.draw(st.integers(first + 1, len(kinds))))
+    states = np.array([kind % 90 for kind in kinds], np.int32)
+    tokens = np.array([max(kind, 10) for kind in kinds], np.int32)
+    good = [index for index in taken if kinds[index] == 0]
+    table = [states, tokens, *np.zeros((5, len(kinds)), np.int32)]
+    survey = Survey(*table, np.zeros(0, MEDIA), [], "hash")
+    pairs = [(SimpleNamespace(subset=taken, weight=None, path="data"), survey)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "PART", 7)
+        if not good:
+            with pytest.raises(ValueError, match=f"none of {len(taken)} samples of train"):
+                Stream(pairs, "single", 64, (0, "train"), False)
+            return
+        opened = Stream(pairs, "single", 64, (0, "train"), False)
+    assert sorted(opened.locate(number)[1] for number in range(len(good))) == good
+    assert opened.left_out.total() == len(taken) - len(good)
+    assert opened.left_out["too long"] == sum(kinds[index] == 90 for index in taken)
