@@ -57,18 +57,11 @@ class ChatTemplate:
         Args:
             ask: whether to add what asks for the next answer.
         """
-        key = repr((messages, sorted(arguments.items()), ask))
-        if key not in self._rendered:
-            if len(self._rendered) == KEPT:
-                self._rendered.clear()
-            self._rendered[key] = self._render(messages, arguments, ask)
-        return self._rendered[key]
-
-    def _render(
-        self, messages: Sequence[Message], arguments: Mapping[str, Any], ask: bool
-    ) -> tuple[str, list[range]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        key = repr((messages, sorted(arguments.items()), ask))
+        if key in self._rendered:
+            return self._rendered[key]
         if not messages:
             raise BadConversation("there are no turns")
         try:
@@ -85,7 +78,10 @@ class ChatTemplate:
             if "'NoneType' object is not callable" in why and "strftime_now" in source:
                 why = "it writes today's date; say which by its argument in chat_template_kwargs"
             raise BadConversation(f"the chat template refuses it: {why}") from error
-        return texts[0], [range(*mark) for each in marks for mark in each]
+        if len(self._rendered) == KEPT:
+            self._rendered.clear()
+        self._rendered[key] = texts[0], [range(*mark) for each in marks for mark in each]
+        return self._rendered[key]
 
     def _source(self, arguments: Mapping[str, Any]) -> str:
         """Return the template as Jinja; a tokenizer may have another one for tools."""

@@ -107,11 +107,9 @@ class Stream:
 
     def sizes(self, numbers: np.ndarray, encoder: str) -> list[np.ndarray]:
         """Return the sizes of an encoder's inputs of each sample by number, int64."""
-        if len(numbers) == 1:  # of a sample that is being read
-            places = [self.locate(int(numbers[0]))[1:]]
-        else:
-            numbered = zip(*self.order.locate(numbers), strict=True)
-            pairs = ((self._numbered[place], drawn) for place, drawn in numbered)
-            places = [(each.indices(drawn), each.survey) for each, drawn in pairs]
-        found = (survey.extents(index, encoder) for index, survey in places)
-        return [np.array([extent.size for extent in each], np.int64) for each in found]
+        sizes = []
+        for place, drawn in zip(*self.order.locate(numbers), strict=True):
+            numbered = self._numbered[place]
+            extents = numbered.survey.extents(numbered.indices(drawn), encoder)
+            sizes.append(np.array([extent.size for extent in extents], np.int64))
+        return sizes

@@ -20,7 +20,8 @@ import multiprocessing
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class Survey:
     sums: int32 [samples], `text_sum` of each. asked: int32 [samples], `Encoder.asked` of each.
     media: `MEDIA` [media].
     fingerprint: hash of the samples' bytes and of the settings that determine tokens and media;
-    the same for a copy of the data.
+    the same for a copy of the data. notes: the file that has the bad samples.
     """
 
     state: np.ndarray
@@ -97,8 +98,13 @@ class Survey:
     sums: np.ndarray
     asked: np.ndarray
     media: np.ndarray
-    bad: list[BadSample]
     fingerprint: str
+    notes: Path
+
+    @cached_property
+    def bad(self) -> list[BadSample]:
+        """The samples that cannot be used; to start, a training does not read them."""
+        return [BadSample(**entry) for entry in json.loads(self.notes.read_text())["bad"]]
 
     def media_of(self, index: int, encoder: str | None = None) -> list[tuple[Extent, int]]:
         """Return the extent and `checksum` of each of a sample's media, or of an encoder's."""
@@ -173,11 +179,13 @@ def load_survey(dataset: DataSet, encoder: Encoder, folder: Path | None = None) 
         if not path.is_file():
             return None
         rows, media = (np.load(file, mmap_mode="r") for file in (path, _media(path)))
-        notes = json.loads(path.with_suffix(".json").read_text())
-    except (OSError, ValueError) as error:
+        notes = path.with_suffix(".json")
+        with open(notes) as file:
+            head = "".join(takewhile(lambda line: not line.startswith(' "bad"'), file))
+        fingerprint = json.loads(head.rstrip(",\n") + "}")["fingerprint"]
+    except (OSError, ValueError, KeyError) as error:
         raise OSError(f"{dataset.path}: its survey cannot be read: {one_line(error)}") from error
-    bad = [BadSample(**entry) for entry in notes["bad"]]
-    return Survey(*rows, media, bad, notes["fingerprint"])
+    return Survey(*rows, media, fingerprint, notes)
 
 
 def make_survey(

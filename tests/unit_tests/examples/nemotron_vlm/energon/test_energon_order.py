@@ -93,7 +93,7 @@ def test_numbers_skip_bad_and_long_samples_in_the_part_that_a_blend_takes(kinds,
     tokens = np.array([max(kind, 10) for kind in kinds], np.int32)
     good = [index for index in taken if kinds[index] == 0]
     table = [states, tokens, *np.zeros((5, len(kinds)), np.int32)]
-    survey = Survey(*table, np.zeros(0, MEDIA), [], "hash")
+    survey = Survey(*table, np.zeros(0, MEDIA), "hash", None)
     pairs = [(SimpleNamespace(subset=taken, weight=None, path="data"), survey)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream, "PART", 7)
