@@ -77,13 +77,16 @@ def mp4(clockwise: str = "0", **options: str) -> bytes:
         options: of the container.
     """
     file, size = io.BytesIO(), (64, 48)
-    y, x = np.mgrid[: size[1], : size[0]]
+    y, x = np.mgrid[: size[1], : size[0]].astype(np.uint8)
     with av.open(file, "w", format="mp4", options=options) as container:
         stream = container.add_stream("libx264", rate=4, options={"crf": "5"})
         (stream.width, stream.height), stream.pix_fmt = size, "yuv420p"
+        stream.codec_context.thread_count = 1  # several threads need not write the same bytes
         for number in range(5):
-            pixels = np.stack([x * 255 // size[0], y * 255 // size[1], 0 * x + 40 * number], -1)
-            frame = av.VideoFrame.from_ndarray(pixels.astype(np.uint8), format="rgb24")
+            # Luma, then a quarter of each chroma: made of RGB, it would not always be the same.
+            planes = 3 * x + 20 * number, y[::2, ::2] * 5, x[::2, ::2] * 4
+            rows = np.concatenate([plane.reshape(-1, size[0]) for plane in planes])
+            frame = av.VideoFrame.from_ndarray(rows, format="yuv420p")
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     turns = {"0": (1, 0), "90": (0, 1), "180": (-1, 0), "270": (0, -1), "none": (0, 0)}
