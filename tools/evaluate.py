@@ -36,8 +36,9 @@ def main(argv: list[str]) -> int:
 
 
 def _evaluate(options: Namespace) -> None:
-    from generate import converted
+    from generate import BATCH, converted
     from judging import Judged, mean_scores, write_page
+    from tqdm import tqdm
 
     from conversion.their_model import Conversation, question_of
     from conversion.torch_dist import Checkpoint
@@ -49,17 +50,18 @@ def _evaluate(options: Namespace) -> None:
     args.data = options.data or args.data
     source = make_source(args, preset_as_trained(args))
     model = Conversation(converted(saved.directory), {})
-    judged, not_asked = [], 0
-    for name, question in _questions(source, options.samples):
-        if question is None:
-            not_asked += 1
-            continue
-        asked = question_of(question.text, _files(question))._replace(arguments=question.asked)
-        said = model.answer(asked, max_new_tokens=options.max_tokens)
-        judged.append(Judged(name, question, said.rpartition("</think>")[2].strip()))
-        print(f"\r{len(judged)} samples", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    scores = {"samples": len(judged), "not_asked": not_asked} | mean_scores(judged)
+    samples = list(_questions(source, options.samples))
+    asked = [(name, question) for name, question in samples if question]
+    records = (
+        question_of(question.text, _files(question))._replace(arguments=question.asked)
+        for _, question in asked
+    )
+    answers = model.answers(records, BATCH, max_new_tokens=options.max_tokens)
+    judged = [
+        Judged(*each, said.rpartition("</think>")[2].strip())
+        for each, said in zip(asked, tqdm(answers, total=len(asked), unit="sample"), strict=True)
+    ]
+    scores = {"samples": len(judged), "not_asked": len(samples) - len(asked)} | mean_scores(judged)
     print(json.dumps(scores))
     write_page(options.out, str(saved.directory), scores, judged)
     print(f"page: {options.out.absolute()}", file=sys.stderr)

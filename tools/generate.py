@@ -28,6 +28,8 @@ KINDS = {"image": "an image", "sound": "a sound", "video": "a clip, or a folder 
 """Options of media, and their help."""
 CONVERT = Path(__file__).resolve().parent / "checkpoint/convert.py"
 DRAWS = ("temperature", "top_p", "top_k")
+BATCH = 8
+"""Questions that are answered at a time."""
 
 
 def main(argv: list[str]) -> int:
@@ -45,6 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--ask", metavar="TEXT", help="the question; <image>, <sound>, <video> place the media")
     what = "file of records as --data takes them, or of a text a line; answers are JSON lines"
     add("--questions", type=Path, metavar="FILE", help=what)
+    what = f"questions of a file answered at a time; {BATCH}, or always 1 if tokens are drawn"
+    add("--batch", type=positive, default=BATCH, metavar="N", help=what)
     add("--step", type=positive, metavar="N", help="take this step's checkpoint, not the newest")
     what = 'of the chat template, as JSON: {"enable_thinking": false}; else as in training'
     add("--chat-template-kwargs", type=json.loads, metavar="JSON", help=what)
@@ -69,13 +73,13 @@ def _answer(options: Namespace) -> None:
         raise UserError("--temperature must be above 0, and --top-p above 0 and at most 1")
     try:
         files, stream = _files(options), sys.stdout.isatty()
-        for _ in _questions(options, files):
-            pass  # all can be read
+        questions = list(_questions(options, files))  # all can be read
         directory = converted(options.checkpoint, options.step)
         model = Conversation(directory, options.chat_template_kwargs)
-        for name, record in _questions(options, files):
-            said = {"name": name, "question": record.turns[-1].text}
-            said["answer"] = model.answer(record, **how)
+        records = [record for _, record in questions]
+        answers = model.answers(records, 1 if draws else options.batch, **how)
+        for (name, record), answer in zip(questions, answers, strict=True):
+            said = {"name": name, "question": record.turns[-1].text, "answer": answer}
             print(json.dumps(said, ensure_ascii=False), flush=True)
         asked = iter(_next_question, "") if options.ask is None else [options.ask]
         for question in asked if options.questions is None else ():

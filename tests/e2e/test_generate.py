@@ -4,6 +4,7 @@
 
 import html
 import json
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
@@ -188,18 +189,25 @@ def test_a_tokenizer_that_does_not_know_a_word_is_said(trained, capsys):
     assert capsys.readouterr().err == "error: the tokenizer does not know all of its words\n"
 
 
+def records(asked: Iterable[list[str]], path: Path) -> list[dict]:
+    """Return questions as records of a file in the folder ``path``, where their media are put."""
+    made = []
+    for number, (*media, _, question) in enumerate(asked):
+        made.append({"messages": [{"role": "user", "content": question}]})
+        for kind, file in zip(media[::2], map(Path, media[1::2]), strict=True):
+            made[-1][kind[2:]] = f"{number}.{file.name}"  # "wav" in a shard has no suffix
+            (path / made[-1][kind[2:]]).symlink_to(file)
+    return made
+
+
 def test_questions_of_a_file_are_answered_as_each_alone(trained, capsys, tmp_path):
-    saved, asked = trained.path / "saved", []
+    saved, messages = trained.path / "saved", records(trained.asked.values(), tmp_path)
     said = answers(capsys, saved, trained.asked.values())
-    for *media, _, question in trained.asked.values():
-        named = {}
-        for kind, path in zip(media[::2], map(Path, media[1::2]), strict=True):
-            named[kind[2:]] = f"{len(asked)}.{path.name}"  # "wav" in a shard has no suffix
-            (tmp_path / named[kind[2:]]).symlink_to(path)
-        talk = [{"from": "human", "value": question}, {"from": "gpt", "value": "known"}]
-        named["messages"] = [{"role": "user", "content": question}]
-        asked.append((named, named | {"messages": None, "conversations": talk}))
-    messages, talks = zip(*asked, strict=True)
+    talks = []
+    for each in messages:
+        talk = {"from": "human", "value": each["messages"][0]["content"]}
+        talks.append(each | {"conversations": [talk, {"from": "gpt", "value": "known"}]})
+        talks[-1]["messages"] = None
     (*media, _, question), (first, *_) = next(iter(trained.asked.values())), said
     for name, text, more, wanted in (
         ("a.jsonl", "\n".join(map(json.dumps, messages)), [], said),
@@ -209,6 +217,24 @@ def test_questions_of_a_file_are_answered_as_each_alone(trained, capsys, tmp_pat
         (tmp_path / name).write_text(text)
         found = answers(capsys, saved, [["--questions", str(tmp_path / name), *more]])
         assert [json.loads(line)["answer"] for line in found] == wanted
+
+
+def test_a_batch_of_questions_is_answered_as_each_alone(trained, capsys, tmp_path, monkeypatch):
+    """Of different lengths, half of them without media; the answers end at different tokens."""
+    monkeypatch.setattr(Chat, "words", lambda self, tokens: " ".join(map(str, tokens)))
+    asked = []
+    for *media, option, question in trained.asked.values():
+        text = re.sub("<[a-z]+>", "", question)
+        for more in range(3):
+            asked.append([*media, option, question + f" {text}" * more])
+            asked.append([option, f" {text}" * (more + 1)])
+    (tmp_path / "a.json").write_text(json.dumps(records(asked, tmp_path)))
+    words = ["--questions", str(tmp_path / "a.json"), "--batch"]
+    each = [
+        [json.loads(line)["answer"] for line in answers(capsys, trained.path / "saved", [words])]
+        for words in ([*words, "1"], [*words, "24"])
+    ]
+    assert each[0] == each[1] and len(each[0]) == 24 and len(set(map(len, each[0]))) > 1
 
 
 def test_a_seed_repeats_what_is_drawn(trained, capsys, monkeypatch):

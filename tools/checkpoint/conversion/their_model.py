@@ -5,12 +5,16 @@
 import json
 import re
 from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from einops import rearrange
+from torch.nn.utils.rnn import pad_sequence
 
 from conversion.directions import MODEL
 from conversion.nemotron_h import TIME_STEP_MIN
@@ -19,7 +23,6 @@ from conversion.trained import ASKED, INPUTS
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import make_encoder
 from examples.mimo.nemotron_vlm.energon import conversation
-from examples.mimo.nemotron_vlm.energon.encoding import Read
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation
 from examples.mimo.nemotron_vlm.energon.records import Medium, Record
 from examples.mimo.nemotron_vlm.model.encoders.radio.entry import Radio
@@ -168,54 +171,68 @@ class Conversation:
         self._preset, self._turns, self._media = preset, [], []
 
     def ask(self, question: str, files: list[Medium], **how: Any) -> str:
-        """Return the answer to a question with media, after those asked before; see `answer`."""
+        """Return the answer to a question with media, after those asked before; see `answers`."""
         asked = question_of(question, files)
         self._media += self._encoder.read(asked.media)
         self._turns += asked.turns
-        answer = self._answer(Record(self._turns, self._media, self._arguments), **how)
+        (answer,) = self._answers([Record(self._turns, self._media, self._arguments)], **how)
         # The template reads thoughts between both of their tags; the first may be in the prompt.
         opened = "<think>" * ("</think>" in answer and "<think>" not in answer)
         self._turns.append(conversation.Turn("assistant", opened + answer))
         return answer
 
-    def answer(self, asked: Record, **how: Any) -> str:
-        """Return the answer to another conversation, whose media are the content of their files.
+    def answers(self, asked: Iterable[Record], at_a_time: int, **how: Any) -> Iterator[str]:
+        """Yield the answers to other conversations, whose media are the content of their files.
 
         Args:
-            how: ``seed`` for draws, ``stream`` to print the answer as it comes; others are of
-                transformers' ``generate``.
+            at_a_time: conversations of a batch, padded on the left.
+            how: ``seed`` for a batch's draws, ``stream`` to print the answer as it comes; others
+                are of transformers' ``generate``.
         """
-        media, arguments = self._encoder.read(asked.media), {**self._arguments, **asked.arguments}
-        return self._answer(Record(asked.turns, media, arguments), **how)
+        rest = iter(asked)
+        while batch := list(islice(rest, at_a_time)):
+            media = [self._encoder.read(each.media) for each in batch]
+            arguments = [{**self._arguments, **each.arguments} for each in batch]
+            turns = [each.turns for each in batch]
+            yield from self._answers(list(map(Record, turns, media, arguments)), **how)
 
-    def _answer(self, asked: Record, seed: int = 0, stream: bool = False, **how: Any) -> str:
+    @torch.no_grad()
+    def _answers(
+        self, asked: list[Record], seed: int = 0, stream: bool = False, **how: Any
+    ) -> list[str]:
         chat = self._encoder.chat
-        ids = self._encoder.question(asked, [medium.extent for medium in asked.media])
-        if chat.unknown in ids:
+        questions = [self._encoder.question(e, [m.extent for m in e.media]) for e in asked]
+        if any(chat.unknown in ids for ids in questions):
             raise BadConversation("the tokenizer does not know all of its words")
-        ids = torch.from_numpy(ids)[None].to(self._model.device)
+        rows = [self._embedded(*pair) for pair in zip(questions, asked, strict=True)]
+        mask = [torch.ones(len(row), dtype=torch.int64, device=row.device) for row in rows]
         words = Namespace(decode=chat.words)
         torch.manual_seed(seed)
-        with torch.no_grad():
-            made = self._model.generate(
-                inputs_embeds=self._embedded(ids, asked.media),
-                attention_mask=torch.ones_like(ids),
-                eos_token_id=chat.end,
-                pad_token_id=chat.pad_token,
-                streamer=transformers.TextStreamer(words, skip_prompt=True) if stream else None,
-                **{"do_sample": False, **how},
-            )
-        return chat.words(made[0].tolist()).strip()
+        made = self._model.generate(
+            inputs_embeds=pad_sequence(rows, batch_first=True, padding_side="left"),
+            attention_mask=pad_sequence(mask, batch_first=True, padding_side="left"),
+            eos_token_id=chat.end,
+            pad_token_id=chat.pad_token,
+            streamer=transformers.TextStreamer(words, skip_prompt=True) if stream else None,
+            **{"do_sample": False, **how},
+        )
+        # The shorter answers of a batch end with padding, after their last token.
+        ends = ((made == chat.end).cumsum(1) == 0).sum(1).tolist()
+        return [
+            chat.words(tokens[: end + 1]).strip()
+            for tokens, end in zip(made.tolist(), ends, strict=True)
+        ]
 
-    def _embedded(self, ids: torch.Tensor, media: list[Read]) -> torch.Tensor:
-        """Return embeddings of tokens [1, n, hidden], with the rows of media in their places."""
+    def _embedded(self, ids: np.ndarray, asked: Record) -> torch.Tensor:
+        """Return embeddings of tokens [n, hidden], with the rows of media in their places."""
         images, tokens = self._preset.images, self._encoder.chat.ids
         rows = {token: [] for token in tokens.values()}
-        for medium in media:
+        for medium in asked.media:
             encoder = SOUND if medium.kind in conversation.KINDS_OF[SOUND] else IMAGES
             made = self._encoder.inputs([medium], encoder)
             if isinstance(made, torch.Tensor):  # tiles, each of which is an image
                 cut = "n c (h y) (w x) -> n h w (c y x)"
                 made = rearrange(made, cut, y=images.patch, x=images.patch)
             rows[tokens[encoder]] += [their_rows(self._model, images, each) for each in made]
-        return embedded(self._model, ids, rows)
+        given = torch.from_numpy(ids)[None].to(self._model.device)
+        return embedded(self._model, given, rows)[0]
