@@ -65,6 +65,8 @@ def main(argv: list[str]) -> int:
     try:
         on_gpus, environment = at_start(argv)
         os.environ.update(environment)
+        if os.environ["RANK"] == "0":
+            print("importing PyTorch and Megatron", file=sys.stderr, flush=True)
         if on_gpus:
             share_gpus()
         else:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command that asks the model just trained about a held-out sample."""
+"""The commands for the model just trained: to ask it, to score its answers, to export it."""
 
 import json
 import shlex
@@ -8,10 +8,29 @@ import sys
 from pathlib import Path
 
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
+from examples.mimo.nemotron_vlm.loop.best import FILE as BEST
 
 HERE = Path(__file__).resolve().parents
-TOOL = next((path for each in HERE if (path := each / "tools/generate.py").exists()), None)
-"""The tool that asks; None in a checkout elsewhere, which has no tools of ours."""
+FOUND = (path.parent for each in HERE if (path := each / "tools/generate.py").exists())
+TOOLS = next(FOUND, Path("tools"))
+"""Folder of our tools; a checkout elsewhere has none of them."""
+
+
+def next_commands(source: SampleSource, checkpoints: Path) -> list[str]:
+    """Return lines with the commands for a trained model, or for its best checkpoint."""
+    checkpoints = checkpoints.absolute()
+    chosen = checkpoints / "best" if (checkpoints / BEST).exists() else checkpoints
+    page, export = (checkpoints.with_name(name) for name in ("evaluation.html", "hugging-face"))
+    commands = {
+        "ask it": ask_command(source, 0, checkpoints),
+        "evaluate it": _command("evaluate.py", chosen, "--out", page),
+        "export it": _command("checkpoint/convert.py", "megatron-to-hf", chosen, "--out", export),
+    }
+    return [f"{what}: {command}" for what, command in commands.items() if command]
+
+
+def _command(tool: str, *words: str | Path) -> str:
+    return shlex.join(map(str, (sys.executable, TOOLS / tool, *words)))
 
 
 def ask_command(source: SampleSource, number: int, checkpoints: Path) -> str:
@@ -25,7 +44,7 @@ def ask_command(source: SampleSource, number: int, checkpoints: Path) -> str:
         question = source.question("test", number)
         if question is None:
             return ""
-        words = [sys.executable, str(TOOL or "tools/generate.py"), str(checkpoints)]
+        words = []
         for place, (kind, files) in enumerate(question.media):
             folder = checkpoints / "asked" / f"{number}.{place}"
             folder.mkdir(parents=True, exist_ok=True)
@@ -36,4 +55,4 @@ def ask_command(source: SampleSource, number: int, checkpoints: Path) -> str:
         return ""
     if question.asked != source.asked:
         words += ["--chat-template-kwargs", json.dumps(question.asked)]
-    return shlex.join([*words, "--ask", question.text])
+    return _command("generate.py", checkpoints, *words, "--ask", question.text)

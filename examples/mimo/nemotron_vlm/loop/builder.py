@@ -9,6 +9,7 @@ import torch
 
 from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks
 from examples.mimo.nemotron_vlm.loop.checkpoint_loading import note_base
+from examples.mimo.nemotron_vlm.loop.terminal import say
 from examples.mimo.nemotron_vlm.model.model import build_vlm, initial_draws
 from examples.mimo.nemotron_vlm.model.part_settings import freeze
 from examples.mimo.nemotron_vlm.options.run import Run
@@ -53,11 +54,13 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
         run, modules = self._model_config._run, self._model_config._modules
         args = run.args
         prepare_process(modules, args)
+        say("building the model", args)
         stages = [stage.cuda(torch.cuda.current_device()) for stage in self._build()]
         if run.adapters:
             words = on_all_ranks(lambda: [word for stage in stages for word in stage.words])[0]
             run.adapters.check(set().union(*words))
         own = initial_draws(run.preset)
+        say("drawing its first weights", args)
         for stage in stages:
             initialize_weights(stage, args.seed, args.language_std, own)
         stages = compose_hooks(self._model_config.pre_wrap_hooks)(stages)

@@ -114,6 +114,7 @@ def _load(
             saves.begun_with = Path(directory).resolve()
         if directory:
             if args.verify_integrity:
+                say(f"checking the files of {directory}", args)
                 verify_manifest(directory)  # before it is read; Megatron verifies after reading
                 args.verify_integrity = False
             saved = load_common_state_dict(directory).get("args")

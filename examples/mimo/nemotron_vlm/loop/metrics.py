@@ -28,9 +28,16 @@ from megatron.training import training
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from megatron.training.training import num_floating_point_operations
 
-SHOWN = {"loss": "loss", "eval_accuracy": "eval_accuracy", "tokens_per_s": "tokens/s"}
+SHOWN = {"loss": "loss", "eval_accuracy": "accuracy", "tokens_per_s": "tokens/s"}
 SHOWN |= {"tflops": "TFLOP/s", "memory_gib": "GiB", "data_wait_s": "data wait s"}
-"""Metrics in the progress bar, with the names that they have there; of a GPU or rank."""
+"""Metrics in lines of progress, with the names that they have there; of a GPU or rank."""
+
+ON_BAR = ("loss", "accuracy", "tokens/s")
+"""Those on the progress bar, which fits 80 columns; an accuracy stays until the next."""
+
+BAR = {"bar_format": "{n_fmt}/{total_fmt} |{bar}| {desc}, {remaining} left", "desc": "starting"}
+BAR |= {"disable": None, "mininterval": 1, "dynamic_ncols": True}
+"""The progress bar, as tqdm takes it; there is none without a terminal."""
 
 IN_BOARDS = ("tokens_per_s", "tflops", "memory_gib", "data_wait_s", "pause_s")
 """Metrics that Megatron does not write to TensorBoard and W&B."""
@@ -111,6 +118,8 @@ class _Watch:
         self._idle_since: float | None = None
 
     def train_step(self, call: Callable, seen: dict) -> object:
+        if self._idle_since is None:
+            tell("taking the first step, the longest: it compiles kernels")
         started, waited = time.perf_counter(), self._loading.waited_s
         # Before the step: afterwards, the optimizer has the next step's rate.
         lr = get_canonical_lr_for_logging(seen["optimizer"].param_groups)
@@ -210,6 +219,7 @@ class MetricsWriter:
         self._file = self._bar = None
         self._step = self._begin = self._skipped = 0
         self._lines: list[bytes] = []
+        self._on_bar: dict[str, str] = {}
         self._is_whole = True
         self._last_line = time.monotonic()
 
@@ -223,16 +233,14 @@ class MetricsWriter:
         step = record["step"]
         if self._bar is None:
             self._file = self._path and _reopen(self._path, step - 1)
-            how = {"disable": None, "unit": "step", "mininterval": 1}
-            self._bar = tqdm(total=self._total_steps, initial=step - 1, **how)
+            self._bar = tqdm(total=self._total_steps, initial=step - 1, **BAR)
         is_new, self._step = step != self._step, step
         if self._file:
             self._append(json.dumps(record).encode() + b"\n", is_new)
-        found = {name: record.get(key) for key, name in SHOWN.items()}
-        losses = {key.replace("_", " "): record[key] for key in record if key.startswith("loss_")}
-        found |= losses if len(losses) > 1 else {}  # the loss of one modality is the whole
-        shown = {name: _short(value) for name, value in found.items() if value is not None}
-        self._bar.set_postfix(shown, refresh=False)
+        shown = numbers_of(record)
+        latest = self._on_bar | shown
+        self._on_bar = {name: latest[name] for name in ON_BAR if name in latest}
+        self._bar.set_description_str(_listed(self._on_bar), refresh=False)
         self._bar.update(is_new)
         self._skipped += is_new and record.get("skipped", False)
         if self._skipped:
@@ -241,8 +249,7 @@ class MetricsWriter:
         is_due = step == self._total_steps or now - self._last_line >= LINE_INTERVAL_S
         if is_new and is_due:
             self._last_line = now
-            numbers = ", ".join(f"{name} {number}" for name, number in shown.items())
-            tell(f"step {step} of {self._total_steps}: {numbers}", is_shown=self._bar.disable)
+            tell(f"step {step} of {self._total_steps}: {_listed(shown)}", self._bar.disable)
 
     def _append(self, line: bytes, is_new: bool) -> None:
         """Write a line, with those before it that a full disk has not taken."""
@@ -261,6 +268,18 @@ class MetricsWriter:
             self._bar.close()
         if self._file:
             self._file.close()
+
+
+def numbers_of(record: Record) -> dict[str, str]:
+    """Return what people read of a record: numbers by name."""
+    found = {name: record.get(key) for key, name in SHOWN.items()}
+    losses = {key.replace("_", " "): record[key] for key in record if key.startswith("loss_")}
+    found |= losses if len(losses) > 1 else {}  # the loss of one modality is the whole
+    return {name: _short(value) for name, value in found.items() if value is not None}
+
+
+def _listed(numbers: dict[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in numbers.items())
 
 
 def _short(value: float) -> str:

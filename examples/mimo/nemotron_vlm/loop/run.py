@@ -29,7 +29,7 @@ from examples.mimo.common.steps import data_provider
 from examples.mimo.nemotron_vlm.data import SampleSource, make_source
 from examples.mimo.nemotron_vlm.data.provider import Loading
 from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks
-from examples.mimo.nemotron_vlm.loop.asking import ask_command
+from examples.mimo.nemotron_vlm.loop.asking import next_commands
 from examples.mimo.nemotron_vlm.loop.best import best_of
 from examples.mimo.nemotron_vlm.loop.builder import VLMBuildConfig
 from examples.mimo.nemotron_vlm.loop.checkpoint_loading import check_inputs, safe_loading
@@ -195,6 +195,7 @@ def open_session(chosen: Run, source: SampleSource) -> Session:
     set_global_variables(args, build_tokenizer=False)
     writes_apart = args.async_save and args.exit_signal_handler
     writer = start_checkpoint_writer(args) if writes_apart else None
+    say("making the process groups", args)
     _initialize_distributed(None, None, store_of_attempt(), skip_model_parallel_init=True)
     modules = make_modules(
         placed(chosen.preset, layouts),
@@ -255,6 +256,7 @@ def train(session: Session, note: Callable[[Record], object] | None = None) -> N
             file, text = folder / "config.yaml", session.run.line.config
             if errors := on_all_ranks(lambda: args.rank or write_config(file, text))[1]:
                 raise UserError(f"{file}: cannot write it: {errors[0]}")
+        say("opening the data", args)
         return data(*sizes, **named)
 
     with observed(args, loading, note), safe_loading(args):
@@ -283,26 +285,25 @@ def close_session(session: Session) -> None:
 
 
 def _print_outcome(session: Session, last: Sequence[Record], log: Path | None) -> None:
-    args = session.run.args
+    args, source = session.run.args, session.loading.reader.source
     if args.report:
         everywhere: list[dict] = [{}] * args.world_size
         dist.all_gather_object(everywhere, answers)
-    if args.report and args.rank == args.world_size - 1:
+    if args.rank < args.world_size - 1:
+        return
+    tell(ending(args, list(last), log))
+    if args.keep_best:
+        with suppress(UserError):
+            tell(f"best {args.keep_best}: {best_of(Path(args.save).absolute())}")
+    if args.report:
         # matplotlib is slow to import, and only this rank draws.
         from examples.mimo.nemotron_vlm.loop.report import draw_report, readings
 
         read = {place: token for part in everywhere for place, token in part.items()}
-        shown = readings(session.loading.reader.source, read, READINGS)
-        draw_report(args.report, read_metrics(args.metrics_out), shown)
+        draw_report(args.report, read_metrics(args.metrics_out), readings(source, read, READINGS))
         tell(f"picture: {args.report.absolute()}")
-    if args.rank == args.world_size - 1:
-        tell(ending(args, list(last), log))
-        if args.keep_best:
-            with suppress(UserError):
-                tell(f"best {args.keep_best}: {best_of(Path(args.save).absolute())}")
-        source, can_ask = session.loading.reader.source, session.run.preset.is_in_transformers
-        if args.save and can_ask and (command := ask_command(source, 0, Path(args.save))):
-            tell(f"ask it: {command}")
+    if args.save and session.run.preset.is_in_transformers:
+        tell("\n".join(next_commands(source, Path(args.save))))
 
 
 def _say_left_out(source: SampleSource, args: Namespace) -> None:

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples.mimo.nemotron_vlm.options.value_rules import saves_into
+from examples.mimo.common.standing import standing
 
 RATES = ("lr", "min_lr", "encoder_lr", "projector_lr", "lr_decay_style", "lr_decay_iters")
 RATES += ("lr_wsd_decay_iters", "lr_wsd_decay_style", "lr_warmup_iters", "lr_warmup_fraction")
@@ -103,11 +103,11 @@ def ending(args: Namespace, records: Sequence[dict], log: Path | None) -> str:
         )
         device = "GPU" if args.device == "cuda" else "rank"
         said.append(f"speed: {tokens:,.0f} tokens/s and {tflops:.3g} TFLOP/s a {device}")
-    places = {"checkpoints": args.save, "metrics": args.metrics_out, "log": log}
-    places |= {"TensorBoard": args.tensorboard_dir}
+    if args.save:
+        larger = " with a larger --train-iters goes on"
+        said.append(f"newest: {standing}".replace(" goes on", larger))
+    places = {"metrics": args.metrics_out, "log": log, "TensorBoard": args.tensorboard_dir}
     said += [f"{name}: {Path(path).absolute()}" for name, path in places.items() if path]
     if records and "eval_accuracy" in records[-1]:
         said.append(f"held-out accuracy: {records[-1]['eval_accuracy']:.1%}")
-    if saves_into(args, args.load):
-        said.append("next: the same command with a larger --train-iters goes on from here")
     return "\n".join(said)

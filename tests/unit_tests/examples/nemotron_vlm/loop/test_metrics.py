@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run tells its steps in records, on boards and in the terminal's lines."""
 
+import io
 import json
 import resource
 import sys
@@ -15,7 +16,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from examples.mimo.nemotron_vlm.loop import metrics
+from examples.mimo.common.standing import Standing
+from examples.mimo.nemotron_vlm.loop import metrics, terminal
 from examples.mimo.nemotron_vlm.loop.forward_step import LOSS, TOKENS
 from examples.mimo.nemotron_vlm.loop.metrics import MetricsWriter, observed, read_metrics
 from examples.mimo.nemotron_vlm.loop.outputs import Log
@@ -130,6 +132,19 @@ class TestMetrics:
             "step 5 of 5: loss 0.5, skipped steps 1",
         ]
 
+    def test_the_bar_fits_80_columns_and_keeps_the_accuracy(self, monkeypatch):
+        monkeypatch.setattr("os.get_terminal_size", lambda _: (80, 24))
+        monkeypatch.setitem(metrics.BAR, "mininterval", 0)
+        monkeypatch.setattr(sys, "stderr", terminal := io.StringIO())
+        terminal.isatty, terminal.fileno = lambda: True, lambda: 2
+        writer = MetricsWriter(None, total_steps=50_000)
+        record = {"step": 10_000, "loss": 0.0123, "tokens_per_s": 12705.0, "tflops": 388.0}
+        writer.write(record | {"eval_accuracy": 0.984})
+        writer.write(record | {"step": 10_001})
+        *_, shown = terminal.getvalue().split("\r")
+        numbers = "loss 0.0123, accuracy 0.984, tokens/s 12,705, "
+        assert shown.startswith("10001/50000 |") and numbers in shown and 70 < len(shown) <= 80
+
     def test_records_that_a_full_disk_does_not_take_are_written_later(self, tmp_path):
         path = tmp_path / "metrics.jsonl"
         writer, most = MetricsWriter(path, 5), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -161,14 +176,17 @@ class TestMetrics:
         assert path.read_text().count('"step": 3') == 1  # the second run drops it
 
 
-def test_an_ending_has_the_median_speed_without_the_first_step(tmp_path):
-    args = Namespace(device="cpu", save="/saved", load="/saved/", metrics_out=None)
+def test_an_ending_has_the_median_speed_without_the_first_step(tmp_path, monkeypatch):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    saved = Standing(str(tmp_path), "the same command goes on from there")
+    monkeypatch.setattr(terminal, "standing", saved)
+    args = Namespace(device="cpu", save=str(tmp_path), metrics_out=None)
     args.tensorboard_dir = None
     speeds = (1, 3000, 1000, 2000)
     records = [{"tokens_per_s": speed, "tflops": speed / 1000} for speed in speeds]
     assert ending(args, records, tmp_path / "log.txt").splitlines() == [
         "speed: 2,000 tokens/s and 2 TFLOP/s a rank",
-        "checkpoints: /saved",
+        f"newest: step 4 is saved in {tmp_path}; "
+        "the same command with a larger --train-iters goes on from there",
         f"log: {tmp_path}/log.txt",
-        "next: the same command with a larger --train-iters goes on from here",
     ]
