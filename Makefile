@@ -35,7 +35,7 @@ TRAIN_DATA = --data digits
 ifneq ($(filter energon omni,$(DATA)),)
 TRAIN_DATA = --data energon:$(abspath $(SHARDS)) --tokenizer-model $(abspath $(SHARDS))/tokenizer
 endif
-TRAIN_OUT = --metrics-out $(abspath $(RUN))/metrics.jsonl --report $(abspath $(RUN))/report.png \
+TRAIN_OUT = --metrics-out $(abspath $(RUN))/metrics.jsonl --report $(abspath $(RUN))/report.html \
 	--tensorboard-dir $(abspath $(RUN))/tensorboard --save-interval 50 \
 	--save $(abspath $(RUN))/checkpoints --load $(abspath $(RUN))/checkpoints
 

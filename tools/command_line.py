@@ -14,10 +14,10 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (see --help)\n")
 
 
-def positive(text: str) -> int:
-    """Parse an integer of 1 or more."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
+def positive(text: str, least: int = 1) -> int:
+    """Parse an integer of 1 or more, or of ``least``."""
+    if not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of {least} or more")
     return int(text)
 
 

@@ -12,6 +12,7 @@ shows each sample, the wrong ones first, and opens without a server.
 import json
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent / name) for name in ("checkpoint", ".")]
@@ -26,7 +27,8 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="directory that the program saved to")
     add("--data", metavar="DATA", help="as the program takes it; by default the run's")
-    add("--samples", type=positive, default=100, metavar="N", help="held-out samples; 100")
+    what = "held-out samples; 100 by default, 0 shows the run alone"
+    add("--samples", type=partial(positive, least=0), default=100, metavar="N", help=what)
     add("--max-tokens", type=positive, default=256, metavar="N", help="of an answer")
     what = "page to write; evaluation.html by default"
     add("--out", type=Path, default=Path("evaluation.html"), metavar="FILE", help=what)
@@ -37,34 +39,39 @@ def main(argv: list[str]) -> int:
 
 def _evaluate(options: Namespace) -> None:
     from generate import BATCH, converted
-    from judging import Judged, mean_scores, write_page
+    from judging import mean_scores, scores_of
     from tqdm import tqdm
 
     from conversion.their_model import Conversation, question_of
     from conversion.torch_dist import Checkpoint
     from conversion.trained import preset_as_trained
     from examples.mimo.nemotron_vlm.data import make_source
+    from examples.mimo.nemotron_vlm.loop.metrics import read_metrics
+    from examples.mimo.nemotron_vlm.loop.page import Shown, write_page
 
     saved = Checkpoint(options.checkpoint)
     args = saved.options
     args.data = options.data or args.data
     source = make_source(args, preset_as_trained(args))
-    model = Conversation(converted(saved.directory), {})
     samples = list(_questions(source, options.samples))
     asked = [(name, question) for name, question in samples if question]
     records = (
         question_of(question.text, _files(question))._replace(arguments=question.asked)
         for _, question in asked
     )
-    answers = model.answers(records, BATCH, max_new_tokens=options.max_tokens)
-    judged = [
-        Judged(*each, said.rpartition("</think>")[2].strip())
-        for each, said in zip(asked, tqdm(answers, total=len(asked), unit="sample"), strict=True)
-    ]
-    scores = {"samples": len(judged), "not_asked": len(samples) - len(asked)} | mean_scores(judged)
-    print(json.dumps(scores))
-    write_page(options.out, str(saved.directory), scores, judged)
-    print(f"page: {options.out.absolute()}", file=sys.stderr)
+    model = Conversation(converted(saved.directory), {}) if asked else None
+    answers = model.answers(records, BATCH, max_new_tokens=options.max_tokens) if model else ()
+    shown, scores = [], []
+    for (name, question), text in zip(asked, tqdm(answers, total=len(asked)), strict=True):
+        said = text.rpartition("</think>")[2].strip()
+        scores.append(scores_of(said, question.answer))
+        shown.append(Shown(name, question, said, scores[-1]["normalized_match"] == 1))
+    found = {"samples": len(asked), "not_asked": len(samples) - len(asked)} | mean_scores(scores)
+    print(json.dumps(found))
+    facts = {name.replace("_", " "): f"{value:.3g}" for name, value in found.items()}
+    steps = read_metrics(Path(args.metrics_out)) if args.metrics_out else []
+    write_page(options.out, str(saved.directory), facts, shown, steps, args)
+    print(f"page: {options.out.absolute().as_uri()}", file=sys.stderr)
 
 
 def _questions(source, count: int):

@@ -29,7 +29,6 @@ KINDS = {"image": "an image", "sound": "a sound", "video": "a clip, or a folder 
 CONVERT = Path(__file__).resolve().parent / "checkpoint/convert.py"
 DRAWS = ("temperature", "top_p", "top_k")
 BATCH = 8
-"""Questions that are answered at a time."""
 
 
 def main(argv: list[str]) -> int:

@@ -20,7 +20,7 @@ from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
 from examples.mimo.nemotron_vlm.energon.chat_template import DEFAULT_TEMPLATE
 from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn
-from examples.mimo.nemotron_vlm.loop import forward_step
+from examples.mimo.nemotron_vlm.loop import forward_step, page
 from examples.mimo.nemotron_vlm.loop.asking import ask_command
 from tests.unit_tests.checkpoint.conversions import Given, assert_verified, convert
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
@@ -33,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import evaluate  # noqa: E402
 import generate  # noqa: E402
-import judging  # noqa: E402
 
 from conversion.trained import _tokenizer  # noqa: E402
 
@@ -277,9 +276,9 @@ def test_an_error_is_one_line(words, error, trained, capsys, monkeypatch):
 def test_an_evaluation_counts_the_answers_that_generation_gives(tmp_path, capsys, monkeypatch):
     """A run calls a sample right if every next token of its answer, and the end, is the likeliest;
     generation takes these tokens then, and otherwise leaves the answer at the first that is not."""
-    monkeypatch.setattr(judging, "write_page", lambda *given: shown.append(given[-1]))
+    monkeypatch.setattr(page, "write_page", lambda *given: shown.append(given[3]))
     batches, shown, sizes = 4, [], "--global-batch-size 16 --micro-batch-size 16 --seq-length 16"
-    files = "--report", str(tmp_path / "a.png"), "--metrics-out", str(tmp_path / "a.jsonl")
+    files = "--report", str(tmp_path / "a.html"), "--metrics-out", str(tmp_path / "a.jsonl")
     learning = (*OWN_DEFAULTS, "--lr", "3e-3", "--train-iters", "100", "--eval-iters", str(batches))
     with trainer("--data", "digits", *sizes.split(), *learning, *files) as run:
         for _ in range(100):
@@ -295,6 +294,6 @@ def test_an_evaluation_counts_the_answers_that_generation_gives(tmp_path, capsys
     exact = json.loads(capsys.readouterr().out)["exact_match"]
     labels = [source.text("test", number).labels for number in range(16 * batches)]
     wrong = {number for (number, place), token in read.items() if token != labels[number][place]}
-    matches = [each.scores()["exact_match"] for each in shown[0]]
+    matches = [each.said == each.question.answer for each in shown[0]]
     assert matches == [number not in wrong for number in range(16 * batches)]
     assert exact == pytest.approx(known) and 0 < known < 1

@@ -2,12 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of answers, by examples that were computed by hand."""
 
-import base64
-
 import pytest
-from judging import Judged, mean_scores, write_page
-
-from examples.mimo.nemotron_vlm.data.sample import Question
+from judging import mean_scores, scores_of
 
 
 @pytest.mark.parametrize(
@@ -25,22 +21,11 @@ from examples.mimo.nemotron_vlm.data.sample import Question
     ],
 )
 def test_scores(said, right, scores):
-    found = Judged("a", Question("?", [], answer=right), said).scores()
+    found = scores_of(said, right)
     assert tuple(found.values()) == pytest.approx(scores)
     assert ("choice_accuracy" in found) == (len(scores) == 4)
 
 
-def test_the_page_has_all_and_the_wrong_first(tmp_path):
-    media = [("image", {"a.png": b"picture"}), ("video", {"0.png": b"one", "1.png": b"two"})]
-    judged = [
-        Judged("right", Question("1 < 2?", media, answer="yes"), "yes"),
-        Judged("wrong", Question("<image>?", [("sound", {"a.wav": b"noise"})], answer="B"), "<i>"),
-    ]
-    scores = mean_scores(judged)
-    assert scores["exact_match"] == 0.5 and scores["choice_accuracy"] == 0  # of one sample
-    write_page(tmp_path / "page.html", "saved", scores, judged)
-    page = (tmp_path / "page.html").read_text()
-    assert page.index(">wrong<") < page.index(">right<") and "1 &lt; 2?" in page
-    assert "&lt;i&gt;" in page and "<i>" not in page
-    for data in (b"picture", b"one", b"two", b"noise"):
-        assert f'base64,{base64.b64encode(data).decode()}"' in page
+def test_a_mean_is_of_the_samples_that_have_the_score():
+    found = mean_scores([scores_of("yes", "yes"), scores_of("<i>", "B")])
+    assert found["exact_match"] == 0.5 and found["choice_accuracy"] == 0

@@ -6,7 +6,6 @@ A sample is a strip of digits, one image tile each, with the digits as the answe
 """
 
 import functools
-import io
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from examples.mimo.nemotron_vlm.data.sample import (
     Question,
     Text,
     most_tiles,
+    png,
     reading_length,
     reading_task,
 )
@@ -96,12 +96,9 @@ class DigitStrips(DigitTask):
         return tiles.expand(-1, 3, -1, -1)
 
     def question(self, split: str, number: int) -> Question:
-        from PIL import Image
-
-        strip, file = torch.cat([*self.tiles(split, number)], -1), io.BytesIO()
-        Image.fromarray(strip.permute(1, 2, 0).numpy()).save(file, "PNG")
+        strip = png(torch.cat([*self.tiles(split, number)], -1))
         answer = " ".join(str(int(self._splits[split][1][n])) for n in self._chosen(split, number))
-        return Question("read", [("image", {"strip.png": file.getvalue()})], answer=answer)
+        return Question("read", [("image", {"strip.png": strip})], answer=answer)
 
     def costs(self, split: str, first: int, count: int) -> np.ndarray:
         sizes = (len(self._chosen(split, n)) for n in range(first, first + count))

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of data sets: text and inputs of each sample; and the digit-reading task."""
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -92,13 +93,16 @@ class SampleSource:
         """Return an encoder's inputs for sample ``number``."""
         return self.tiles(split, number) if encoder == IMAGES else []
 
-    def pictures(self, split: str, number: int) -> Sequence[torch.Tensor]:
-        """Return pictures of a sample for a report, uint8 [3, H, W] each."""
-        return self.tiles(split, number)
-
     def question(self, split: str, number: int) -> Question | None:
         """Return a sample's only question; None if it has others or cannot be asked."""
         return None
+
+    def shown(self, split: str, number: int) -> Question:
+        """Return what a report shows of a sample: by default its question, or its tiles."""
+        if asked := self.question(split, number):
+            return asked
+        tiles = map(png, self.tiles(split, number))
+        return Question("", [("image", {str(place): tile for place, tile in enumerate(tiles)})])
 
     def name(self, split: str, number: int) -> str:
         """Return the name that reports have for a sample."""
@@ -123,6 +127,15 @@ class SampleSource:
             [(len(self.text(split, n).input_ids), len(self.tiles(split, n))) for n in numbers],
             dtype=np.int64,
         ).reshape(count, 2)
+
+
+def png(picture: torch.Tensor) -> bytes:
+    """Return a picture, uint8 [3, H, W], as a PNG file."""
+    from PIL import Image  # only pages and questions need it
+
+    file = io.BytesIO()
+    Image.fromarray(picture.permute(1, 2, 0).numpy()).save(file, "PNG")
+    return file.getvalue()
 
 
 def most_tiles(tokens_per_tile: int, seq_length: int) -> int:

@@ -16,7 +16,7 @@ from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDE
 from examples.mimo.nemotron_vlm.energon.errors import BadClip, BadConversation, BadMedium, BadSound
 from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling, decoded, open_image
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT, Medium, Record
-from examples.mimo.nemotron_vlm.energon.sounds import Listening, picture_of
+from examples.mimo.nemotron_vlm.energon.sounds import Listening
 from examples.mimo.nemotron_vlm.energon.videos import Extent, Watching
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 
@@ -175,24 +175,6 @@ class Encoder:
         """Return the number of inputs of the encoder of images: tiles, or images and clips."""
         sizes = [each.extent.size for each in media if each.kind in KINDS_OF[IMAGES]]
         return sum(sizes) if isinstance(self.images, Tiling) else len(sizes)
-
-    def pictures(self, files: list[Medium]) -> list[torch.Tensor]:
-        """Return pictures of what a sample has: images or tiles, frames and spectrograms.
-
-        uint8 [3, H, W] each, of any size.
-        """
-        return [picture for file in files for picture in self._pictures(file)]
-
-    def _pictures(self, file: Medium) -> Sequence[torch.Tensor]:
-        if file.kind == SOUND:
-            return [picture_of(self._read(file)[1])]
-        if file.kind == VIDEO:
-            _, frames = self._watching.frames_of(file.files, file.fps)
-        elif isinstance(self.images, Tiling):
-            return self._read(file)[1]
-        else:
-            frames = [np.array(open_image(*file.files))]
-        return [torch.from_numpy(frame).permute(2, 0, 1) for frame in frames]
 
     def _read(self, file: Medium, whole: bool = True) -> tuple[Extent, torch.Tensor | None]:
         if file.kind == SOUND:

@@ -70,13 +70,6 @@ class Listening:
         return rows_of(sizes, self.subsampling)
 
 
-def picture_of(sound: torch.Tensor) -> torch.Tensor:
-    """Return the spectrogram of a sound, uint8 [3, 64, W], dark where and when it is loud."""
-    spectrum = torch.stft(sound, 126, 160, window=torch.hann_window(126), return_complex=True)
-    loud = spectrum.abs().clamp(1e-2, 10).log10()
-    return ((1 - loud) * (255 / 3)).byte().flip(0).expand(3, -1, -1)
-
-
 def _is_cut_short(data: bytes) -> bool:
     """Return whether a WAV file ends before its RIFF chunk does, which libsndfile passes over.
 

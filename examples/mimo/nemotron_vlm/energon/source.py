@@ -18,7 +18,7 @@ from examples.mimo.nemotron_vlm.energon.encoding import Encoder, read_files
 from examples.mimo.nemotron_vlm.energon.errors import Excluded
 from examples.mimo.nemotron_vlm.energon.files import SMALL, FileSet
 from examples.mimo.nemotron_vlm.energon.images import Tiling
-from examples.mimo.nemotron_vlm.energon.records import Medium
+from examples.mimo.nemotron_vlm.energon.records import Medium, Record
 from examples.mimo.nemotron_vlm.energon.store import DataSet, open_split
 from examples.mimo.nemotron_vlm.energon.stream import Stream
 from examples.mimo.nemotron_vlm.energon.survey import (
@@ -126,11 +126,6 @@ class EnergonSource(SampleSource):
                 raise ValueError(f"{found} tokens, but {surveyed} in the survey")
         return Text(*(part[: self._seq_length] for part in text))
 
-    def pictures(self, split: str, number: int) -> list[torch.Tensor]:
-        """See `SampleSource`; raises as `text` does."""
-        with self._sample(split, number) as (dataset, index, _):
-            return self._encoder.pictures(self._files(dataset, index, PLACEHOLDERS))
-
     def inputs(
         self, split: str, number: int, encoder: str
     ) -> torch.Tensor | Sequence[torch.Tensor]:
@@ -152,17 +147,25 @@ class EnergonSource(SampleSource):
 
     def question(self, split: str, number: int) -> Question | None:
         """See `SampleSource`; raises as `text` does."""
+        record, question = self._asked(split, number)
+        is_alone = [turn.role for turn in record.turns] == ["user", "assistant"]
+        return question if is_alone and not record.arguments else None
+
+    def shown(self, split: str, number: int) -> Question:
+        """See `SampleSource`: all turns before the last one, with all media."""
+        return self._asked(split, number)[1]
+
+    def _asked(self, split: str, number: int) -> tuple[Record, Question]:
         with self._sample(split, number) as (dataset, index, survey):
             raw = dataset.raw(index)
             record = dataset.record(raw, self._encoder.prompt)
-        if [turn.role for turn in record.turns] != ["user", "assistant"] or record.arguments:
-            return None
         media = [
             (PLACEHOLDERS[each.kind].strip("<>"), {name: raw[name] for name in each.files})
             for each in record.media
         ]
-        asked, answer = (turn.text for turn in record.turns)
-        return Question(asked, media, (*MODES, {})[survey.asked[index]], answer)
+        *asked, answer = (turn.text for turn in record.turns)
+        mode = (*MODES, {})[survey.asked[index]]
+        return record, Question("\n".join(asked), media, mode, answer)
 
     def words(self, tokens: list[int]) -> str:
         """Return an answer's tokens as text."""

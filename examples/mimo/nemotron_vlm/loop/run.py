@@ -34,7 +34,7 @@ from examples.mimo.nemotron_vlm.loop.best import best_of
 from examples.mimo.nemotron_vlm.loop.builder import VLMBuildConfig
 from examples.mimo.nemotron_vlm.loop.checkpoint_loading import check_inputs, safe_loading
 from examples.mimo.nemotron_vlm.loop.forward_step import answers, forward_step
-from examples.mimo.nemotron_vlm.loop.metrics import Record, observed, read_metrics
+from examples.mimo.nemotron_vlm.loop.metrics import Record, observed
 from examples.mimo.nemotron_vlm.loop.outputs import (
     Log,
     check_outputs,
@@ -42,6 +42,7 @@ from examples.mimo.nemotron_vlm.loop.outputs import (
     log_file,
     output_to,
 )
+from examples.mimo.nemotron_vlm.loop.report import write_report
 from examples.mimo.nemotron_vlm.loop.terminal import beginning, ending, say, tell
 from examples.mimo.nemotron_vlm.model.model import placed
 from examples.mimo.nemotron_vlm.options.command_line import read
@@ -70,9 +71,6 @@ from megatron.training.config import PretrainConfigContainer
 from megatron.training.global_vars import set_global_variables, unset_global_variables
 from megatron.training.initialize import _initialize_distributed
 from megatron.training.training import pretrain
-
-READINGS = 12
-"""Test samples in the report's picture."""
 
 
 @dataclass
@@ -296,12 +294,8 @@ def _print_outcome(session: Session, last: Sequence[Record], log: Path | None) -
         with suppress(UserError):
             tell(f"best {args.keep_best}: {best_of(Path(args.save).absolute())}")
     if args.report:
-        # matplotlib is slow to import, and only this rank draws.
-        from examples.mimo.nemotron_vlm.loop.report import draw_report, readings
-
         read = {place: token for part in everywhere for place, token in part.items()}
-        draw_report(args.report, read_metrics(args.metrics_out), readings(source, read, READINGS))
-        tell(f"picture: {args.report.absolute()}")
+        tell(write_report(args, source, read))
     if args.save and session.run.preset.is_in_transformers:
         tell("\n".join(next_commands(source, Path(args.save))))
 

@@ -97,7 +97,7 @@ class OwnOptions(ReadingOptions):
     """keep the checkpoint with the best of this held-out score, beside the newest; SAVE/best names
     it for the tools"""
     report: Path | None = None
-    """draw curves and test answers to this file at the end: PNG, PDF or SVG"""
+    """write a page of curves, test answers and who holds what to this HTML file at the end"""
     log_file: str | None = None
     """file that Megatron's own output goes to, or - for the terminal; default: log-TIME.txt beside
     --metrics-out, a file for each start"""

@@ -31,8 +31,6 @@ AT_LEAST_0 = """num_workers eval_iters lr_warmup_iters recompute_encoder seed lr
 LEAST = dict.fromkeys(AT_LEAST_1, 1) | dict.fromkeys([*AT_LEAST_0, *FRACTIONS], 0)
 MOST = {"min_lr": "lr", "lr_warmup_init": "lr", "moe_router_topk": "num_experts"}
 """Options that must not be larger than another."""
-PICTURES = ".png", ".pdf", ".svg"
-"""Ends of the names of a report."""
 
 
 def saves_into(args: Any, folder: str | None) -> bool:
@@ -49,7 +47,7 @@ def of_values(run: Any) -> Iterator[str]:
         yield broken
     if a.report and not (a.metrics_out and a.eval_iters):
         yield (
-            "--report draws the metrics file and what the model reads: add --metrics-out FILE and "
+            "--report shows the metrics file and what the model reads: add --metrics-out FILE and "
             "--eval-iters N"
         )
     if a.wandb_project and not (a.wandb_exp_name and (a.save or a.wandb_save_dir)):
@@ -68,8 +66,8 @@ def of_values(run: Any) -> Iterator[str]:
             f"--keep-best {a.keep_best} takes saves of evaluated steps: --save-interval {every} "
             f"must divide --eval-interval {a.eval_interval}"
         )
-    if a.report and a.report.suffix not in PICTURES:
-        yield f"--report {a.report}: its name must end in {' or '.join(PICTURES)}"
+    if a.report and a.report.suffix != ".html":
+        yield f"--report {a.report}: it is a page, whose name must end in .html"
     if a.pack and a.micro_batch_size != 1:
         yield "--pack makes one row a microbatch: --micro-batch-size must be 1"
     if a.pack and a.seq_length % a.sample_multiple:

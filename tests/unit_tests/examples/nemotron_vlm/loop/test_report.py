@@ -1,32 +1,126 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The picture at the end of a run shows what the data has."""
+"""The page of a run has its curves, its layout and its samples, and needs no other file."""
 
-from types import SimpleNamespace
+import base64
+import io
+import shutil
+import subprocess
+from argparse import Namespace
+from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 
-from examples.mimo.nemotron_vlm.data.sample import Text
-from examples.mimo.nemotron_vlm.loop.report import draw_report, readings
+from examples.mimo.nemotron_vlm.data.sample import Question, SampleSource, Text
+from examples.mimo.nemotron_vlm.loop.page import Shown, holdings, write_page
+from examples.mimo.nemotron_vlm.loop.report import SHOWN, write_report
 
-COLOURS = [(255, 0, 0), (0, 128, 0), (0, 0, 255), (255, 255, 0), (200, 200, 200), (17, 34, 51)]
+LAYOUT = "tp=2,cp=2,pp=2,dp=2,ep=4,etp=1,vpp=2"
 
 
-@pytest.mark.parametrize("colour", COLOURS)
-def test_images_have_their_colours(colour, tmp_path):
-    """A grey one too: dark stays dark."""
-    picture = torch.tensor(colour, dtype=torch.uint8)[:, None, None].expand(3, 8, 12)
-    text = Text(torch.tensor([1, 2]), torch.tensor([2, 3]), torch.tensor([0.0, 1.0]))
-    source = SimpleNamespace(
-        pictures=lambda *_: [picture, picture[:, :4, :4]],  # the second is enlarged
-        text=lambda *_: text,
-        words=str,
-    )
-    (shown,) = readings(source, {(0, 1): 3}, 1)
-    assert shown.strip.shape == (8, 20, 3)
-    draw_report(tmp_path / "report.png", [], [shown])
-    drawn = np.asarray(Image.open(tmp_path / "report.png").convert("RGB")).reshape(-1, 3)
-    assert (np.abs(drawn.astype(int) - colour).max(1) <= 1).sum() > 1000
+def args_of(**more: object) -> Namespace:
+    """Return the arguments of a run on 16 ranks."""
+    parts = {"encoder": "images:tp=4,dp=4 sound:dp=16", "language": LAYOUT, "model": "tiny"}
+    parts |= {"placement": "colocated", "hybrid_layer_pattern": "ME|M*|EE|-/*E", "data": "digits"}
+    return Namespace(**parts | {"world_size": 16} | more)
+
+
+class Page(HTMLParser):
+    """A page's attributes by tag, and its text; a tag that is not closed is an error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: dict[str, list[dict]] = {}
+        self.words, self._open = "", []
+        self.feed(text)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attributes: list) -> None:
+        self.found.setdefault(tag, []).append(dict(attributes))
+        self._open += [tag] * (tag not in ("br", "img", "meta"))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert tag == self._open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+def read_page(path: Path) -> Page:
+    """Read a page, in a browser too if there is one; it must name no other file."""
+    page = Page(text := path.read_text())
+    named = [tag["src"] for tags in page.found.values() for tag in tags if "src" in tag]
+    assert all(each.startswith("data:") for each in named) and "url(" not in text
+    assert not {"a", "script", "link", "iframe"} & page.found.keys()
+    if browser := shutil.which("chromium"):
+        words = [browser, "--headless", "--no-sandbox", "--dump-dom", path.as_uri()]
+        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+        shown = Page(done.stdout).found
+        assert all(len(shown[tag]) == len(page.found[tag]) for tag in page.found)
+    return page
+
+
+class Coloured(SampleSource):
+    """Samples of two pictures of a dark colour, with the number as their answer."""
+
+    def text(self, split: str, number: int) -> Text:
+        return Text(torch.tensor([1, 2]), torch.tensor([2, number]), torch.tensor([0.0, 1.0]))
+
+    def tiles(self, split: str, number: int) -> torch.Tensor:
+        return torch.tensor([17, 34, 51], dtype=torch.uint8)[:, None, None].expand(2, 3, 8, 12)
+
+
+def test_a_run_shows_its_curves_and_wrong_and_right_samples(tmp_path):
+    args = args_of(report=tmp_path / "a.html", metrics_out=tmp_path / "metrics.jsonl")
+    step = '{"step": %d, "loss": %s, "step_time_s": 0.5, "data_wait_s": 0, "memory_gib": 2}\n'
+    args.metrics_out.write_text(step % (1, 8.0) + step % (2, "null") + step % (3, 0.5))
+    answers = {(number, 1): number - number % 2 for number in range(50)}
+    assert write_report(args, Coloured(), answers) == f"page: {args.report.as_uri()}"
+    page = read_page(args.report)
+    curves = [each["d"] for each in page.found["path"] if "fill" in each]
+    assert curves[0] == "M0.0 0.0L400.0 150.0L400.0 150.0" and "loss0.5" in page.words
+    assert len(page.found["svg"]) == len(curves) == 3  # nobody has evaluated
+    wrong = [each for each in page.found["td"] if each.get("class") == "wrong"]
+    assert len(page.found["img"]) == 4 * SHOWN and len(wrong) == SHOWN
+    file = io.BytesIO(base64.b64decode(page.found["img"][0]["src"].partition(",")[2]))
+    assert (np.asarray(Image.open(file)) == [17, 34, 51]).all()
+
+
+def test_a_page_has_all_media_and_the_wrong_answer_first(tmp_path):
+    media = [("image", {"a.png": b"picture"}), ("video", {"0.png": b"one", "1.png": b"two"})]
+    wrong = Question("<image>?", [("sound", {"a.wav": b"noise"})], answer="B")
+    shown = [Shown("right", Question("1 < 2?", media, answer="yes"), "yes", True)]
+    shown.append(Shown("wrong", wrong, "<i>", False))
+    write_page(tmp_path / "page.html", "a", {"anls": "0.5"}, shown, [], args_of())
+    page = read_page(tmp_path / "page.html")
+    assert "1 < 2?" in page.words and "saidyes" in page.words.split() and "svg" not in page.found
+    assert page.words.index("wrong") < page.words.index("said<i>") < page.words.index("right")
+    found = [each["src"] for tag in ("img", "audio") for each in page.found[tag]]
+    files = [base64.b64decode(each.partition(",")[2]) for each in found]
+    assert files == [b"picture", b"one", b"two", b"noise"]
+
+
+def test_a_page_that_cannot_be_written_does_not_fail_the_run(tmp_path):
+    args = args_of(report=tmp_path / "no/a.html", metrics_out=tmp_path / "metrics.jsonl")
+    said = write_report(args, Coloured(), {})
+    assert said.startswith(f"warning: no page: {args.report}: cannot write it: ")
+
+
+def test_ranks_hold_what_the_grids_give_them():
+    """Order of axes: tp, cp, dp, pp; of experts: tp, ep, dp, pp."""
+    held, colours = holdings(args_of()), {}
+    dense, experts = np.arange(16).reshape(2, 2, 2, 2), np.arange(16).reshape(2, 2, 4, 1)
+    for rank in range(16):
+        (pp, dp, cp, tp), (_, _, ep, _) = (np.argwhere(of == rank)[0] for of in (dense, experts))
+        text, colour = held["language"][rank]
+        assert text == f"ep{ep} tp{tp} cp{cp} dp{dp} pp{pp} {('ME EE', 'M* -')[pp]}"
+        assert colours.setdefault((pp, tp, ep), colour) == colour
+    assert len({*colours.values()}) == len(colours)
+    assert [held["images"][rank][0] for rank in (0, 3, 4)] == ["tp0 dp0", "tp3 dp0", "tp0 dp1"]
+    assert len({colour for _, colour in held["sound"].values()}) == 1
+    apart = holdings(args_of(placement="non-colocated", world_size=48))
+    assert [rank for ranks in apart.values() for rank in ranks] == list(range(48))

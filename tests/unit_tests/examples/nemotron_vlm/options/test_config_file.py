@@ -153,7 +153,7 @@ def test_a_recipe_has_a_dry_run_and_keeps_few_checkpoints(recipe, tmp_path, monk
         Run.of([*given, "--save-interval", "300"], 2)
     monkeypatch.delenv("OUT")
     places = ("--save", "saved", "--load", "saved", "--metrics-out", "run/metrics.jsonl")
-    places += ("--report", "run/report.png") if found.args.report else ()
+    places += ("--report", "run/report.html") if found.args.report else ()
     assert Run.of([*given, *places], 2).args.save == "saved"  # as train.sbatch
 
 

@@ -61,7 +61,7 @@ CLIPS = "--model tiny-omni --dynamic-resolution"
 EACH = [
     ("--plan 4 --dry-run 4", "^--plan N and --dry-run RANKS take 1 or more"),
     ("--model tiny --video-frames 3", "need --dynamic-resolution and a --model with video"),
-    ("--report r.png --eval-iters 1", "^--report draws .*: add --metrics-out FILE"),
+    ("--report r.html --eval-iters 1", "^--report shows .*: add --metrics-out FILE"),
     ("--wandb-project a", "^--wandb-project needs --wandb-exp-name NAME"),
     ("--save s --save-interval 300 --save-retain-interval 500", "500 must be .*; nearest: 600"),
     ("--keep-best eval_loss --save s", "^--keep-best needs --save DIR and --eval-iters N"),
@@ -74,7 +74,7 @@ EACH = [
         "--keep-best eval_loss --save s --eval-iters 1 --eval-interval 3 --save-interval 2",
         "--save-interval 2 must divide --eval-interval 3",
     ),
-    ("--report r.jpg --metrics-out m --eval-iters 1", "must end in .png or .pdf or .svg"),
+    ("--report r.png --metrics-out m --eval-iters 1", "must end in .html"),
     ("--pack --micro-batch-size 2", "--micro-batch-size must be 1"),
     ("--pack --seq-length 64 --sample-multiple 24", "24 must divide --seq-length 64"),
     ("--train-samples 10", "^--train-samples 10 must be 32 or more"),
