@@ -14,7 +14,7 @@ from examples.mimo.nemotron_vlm.data.sample import Text
 from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS, VIDEO, Chat
 from examples.mimo.nemotron_vlm.energon.errors import BadClip, BadConversation, BadMedium, BadSound
-from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling, decoded, open_image
+from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling, decoded
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT, Medium, Record
 from examples.mimo.nemotron_vlm.energon.sounds import Listening
 from examples.mimo.nemotron_vlm.energon.videos import Extent, Watching
