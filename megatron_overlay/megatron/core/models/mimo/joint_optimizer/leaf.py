@@ -12,6 +12,7 @@ and writes other state as it is. Transformer Engine's ``state_dict`` and ``load_
 make fp32 copies of all state on the device at once.
 """
 
+import copy
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,11 +22,22 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensorFactory
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.mimo.joint_optimizer.gradients import gradient_name, gradients_of
-from megatron.core.models.mimo.joint_optimizer.remainders import Masters, split_masters
+from megatron.core.models.mimo.joint_optimizer.remainders import (
+    Masters,
+    keeps_halves,
+    split_masters,
+)
 from megatron.core.models.mimo.joint_optimizer.shards import param_state, shards_of
+from megatron.core.models.mimo.joint_optimizer.state import leaves
 from megatron.core.models.mimo.joint_optimizer.steps_in_parts import StepsInParts
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 MOST = 2**30
 """Bytes of a part's state: allocations of pinned memory are rounded up to powers of two."""
@@ -198,6 +210,36 @@ class PrecisionAwareLeaf(LeafOptimizer):
                         weights, value = split_masters(value)
                         piece.copy_(weights)
                     adam.set_scaled_state(piece, "master_param", value)
+
+
+def module_optimizer(
+    config: OptimizerConfig,
+    stages: list[torch.nn.Module],
+    groups: ProcessGroupCollection,
+    config_overrides: dict[ParamKey, ParamGroupOverride] | None,
+) -> MegatronOptimizer | None:
+    """Return the optimizer of one module on its ranks; None if all of them have it frozen.
+
+    A fully frozen module need not be wrapped in DDP.
+    """
+    if not isinstance(stages[0], DistributedDataParallel):
+        return None
+    if config.optimizer_cpu_offload and not config.use_precision_aware_optimizer:
+        raise ValueError("optimizer_cpu_offload needs use_precision_aware_optimizer")
+    is_aware, config = config.use_precision_aware_optimizer, copy.copy(config)
+    config.store_param_remainders = keeps_halves(config)
+    config.optimizer_offload_fraction *= config.optimizer_cpu_offload
+    config.optimizer_cpu_offload = False  # the state is on the host, not the steps
+    optimizer = get_megatron_optimizer(
+        config,
+        stages,
+        config_overrides,
+        use_gloo_process_groups=False,
+        pg_collection=groups,
+        distributed_optimizer=PrecisionAwareLeaf if is_aware else LeafOptimizer,
+    )
+    trained = [leaf for leaf in leaves(optimizer) if not leaf.is_stub_optimizer]
+    return ChainedOptimizer(trained) if trained else None
 
 
 def _by_type(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Copies]:

@@ -9,7 +9,6 @@ alike, and step or skip alike.
 
 from __future__ import annotations
 
-import copy
 import math
 import weakref
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.mimo import optimizer as upstream
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.joint_optimizer.gradients import (
@@ -29,18 +27,16 @@ from megatron.core.models.mimo.joint_optimizer.gradients import (
     total_norm,
     unscale,
 )
-from megatron.core.models.mimo.joint_optimizer.leaf import LeafOptimizer, PrecisionAwareLeaf
-from megatron.core.models.mimo.joint_optimizer.remainders import keeps_halves
+from megatron.core.models.mimo.joint_optimizer.leaf import module_optimizer
 from megatron.core.models.mimo.joint_optimizer.state import (
     leaves,
     restore_common_state,
     sharded_optimizer_state,
 )
-from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import get_standard_config_overrides
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 
 if TYPE_CHECKING:
@@ -288,7 +284,7 @@ def get_mimo_optimizer(
             overrides = config_overrides
             if name in own:
                 overrides = {**(config_overrides or {}), **own[name]}
-            infos[name].optimizer = _module_optimizer(
+            infos[name].optimizer = module_optimizer(
                 config, stages, infos[name].pg_collection, overrides
             )
             found += [getattr(m, "expert_bias", None) for stage in stages for m in stage.modules()]
@@ -301,33 +297,3 @@ def _stages(models: list[MimoModel], name: str) -> list[torch.nn.Module]:
     if name == MIMO_LANGUAGE_MODULE_KEY:
         return [model.language_model for model in models]
     return [models[0].modality_submodules[name]]
-
-
-def _module_optimizer(
-    config: OptimizerConfig,
-    stages: list[torch.nn.Module],
-    groups: ProcessGroupCollection,
-    config_overrides: dict[ParamKey, ParamGroupOverride] | None,
-) -> MegatronOptimizer | None:
-    """Return the optimizer of one module on its ranks; None if all of them have it frozen.
-
-    A fully frozen module need not be wrapped in DDP.
-    """
-    if not isinstance(stages[0], DistributedDataParallel):
-        return None
-    if config.optimizer_cpu_offload and not config.use_precision_aware_optimizer:
-        raise ValueError("optimizer_cpu_offload needs use_precision_aware_optimizer")
-    is_aware, config = config.use_precision_aware_optimizer, copy.copy(config)
-    config.store_param_remainders = keeps_halves(config)
-    config.optimizer_offload_fraction *= config.optimizer_cpu_offload
-    config.optimizer_cpu_offload = False  # the state is on the host, not the steps
-    optimizer = get_megatron_optimizer(
-        config,
-        stages,
-        config_overrides,
-        use_gloo_process_groups=False,
-        pg_collection=groups,
-        distributed_optimizer=PrecisionAwareLeaf if is_aware else LeafOptimizer,
-    )
-    trained = [leaf for leaf in leaves(optimizer) if not leaf.is_stub_optimizer]
-    return ChainedOptimizer(trained) if trained else None
