@@ -119,7 +119,7 @@ class _Watch:
 
     def train_step(self, call: Callable, seen: dict) -> object:
         if self._idle_since is None:
-            tell("taking the first step, the longest: it compiles kernels")
+            tell("taking the first step, which takes longest")
         started, waited = time.perf_counter(), self._loading.waited_s
         # Before the step: afterwards, the optimizer has the next step's rate.
         lr = get_canonical_lr_for_logging(seen["optimizer"].param_groups)

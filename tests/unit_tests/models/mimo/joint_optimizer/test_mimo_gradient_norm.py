@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.models.mimo.joint_optimizer import gradients, optimizer
+from megatron.core.models.mimo.joint_optimizer import gradients, leaf, optimizer
 from megatron.core.optimizer import clip_grads
 from tests.unit_tests.examples.nemotron_vlm.runs import SMALL, Trainer, trainer
 from tests.unit_tests.test_utilities import requires_world_size
@@ -50,7 +50,7 @@ def elements(*options: str) -> int:
 def test_it_is_the_root_of_the_number_of_elements(language, marked, options, monkeypatch):
     """Also where layers leave weights of whole experts unmarked, which TP ranks do not share then:
     those of Transformer Engine's grouped GEMM were."""
-    make = optimizer.get_megatron_optimizer
+    make = leaf.get_megatron_optimizer
 
     def unmarked(config, stages, *args, **more):
         for parameter in (p for stage in stages for p in stage.parameters()):
@@ -59,7 +59,7 @@ def test_it_is_the_root_of_the_number_of_elements(language, marked, options, mon
         return make(config, stages, *args, **more)
 
     whole = elements(*options)
-    monkeypatch.setattr(optimizer, "get_megatron_optimizer", unmarked)
+    monkeypatch.setattr(leaf, "get_megatron_optimizer", unmarked)
     with trainer(*SMALL, "--encoder", "tp=2,dp=2", "--language", language, *options) as run:
         assert norm_of_ones(run) == pytest.approx(whole**0.5, rel=1e-6)
 
