@@ -30,6 +30,7 @@ def main(argv: list[str]) -> int:
     what = "held-out samples; 100 by default, 0 shows the run alone"
     add("--samples", type=partial(positive, least=0), default=100, metavar="N", help=what)
     add("--max-tokens", type=positive, default=256, metavar="N", help="of an answer")
+    add("--batch", type=positive, default=8, metavar="N", help="questions answered at a time")
     what = "page to write; evaluation.html by default"
     add("--out", type=Path, default=Path("evaluation.html"), metavar="FILE", help=what)
     add("--device", choices=("cpu", "cuda"), help=DEVICE)
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 
 def _evaluate(options: Namespace) -> None:
-    from generate import BATCH, converted
+    from generate import converted
     from judging import mean_scores, scores_of
     from tqdm import tqdm
 
@@ -60,7 +61,9 @@ def _evaluate(options: Namespace) -> None:
         for _, question in asked
     )
     model = Conversation(converted(saved.directory), {}) if asked else None
-    answers = model.answers(records, BATCH, max_new_tokens=options.max_tokens) if model else ()
+    answers = (
+        model.answers(records, options.batch, max_new_tokens=options.max_tokens) if model else ()
+    )
     shown, scores = [], []
     for (name, question), text in zip(asked, tqdm(answers, total=len(asked)), strict=True):
         said = text.rpartition("</think>")[2].strip()

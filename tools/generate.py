@@ -72,16 +72,17 @@ def _answer(options: Namespace) -> None:
         raise UserError("--temperature must be above 0, and --top-p above 0 and at most 1")
     try:
         files, stream = _files(options), sys.stdout.isatty()
-        questions = list(_questions(options, files))  # all can be read
+        # All are read before the model is loaded, and their media again when they are asked.
+        asked = [(name, record.turns[-1].text) for name, record in _questions(options, files)]
         directory = converted(options.checkpoint, options.step)
         model = Conversation(directory, options.chat_template_kwargs)
-        records = [record for _, record in questions]
+        records = (record for _, record in _questions(options, files))
         answers = model.answers(records, 1 if draws else options.batch, **how)
-        for (name, record), answer in zip(questions, answers, strict=True):
-            said = {"name": name, "question": record.turns[-1].text, "answer": answer}
+        for (name, question), answer in zip(asked, answers, strict=True):
+            said = {"name": name, "question": question, "answer": answer}
             print(json.dumps(said, ensure_ascii=False), flush=True)
-        asked = iter(_next_question, "") if options.ask is None else [options.ask]
-        for question in asked if options.questions is None else ():
+        typed = iter(_next_question, "") if options.ask is None else [options.ask]
+        for question in typed if options.questions is None else ():
             answer = model.ask(question, files, stream=stream, **how)
             if not stream:
                 print(answer)

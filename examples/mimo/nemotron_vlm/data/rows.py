@@ -26,7 +26,7 @@ SAMPLE, PLACE, ROWS, WORK, SIZE = range(5)
 """Columns of an array of inputs: number of the sample, place among its inputs, rows that the input
 becomes, operations that it takes, and its size."""
 
-AHEAD = 64
+AHEAD = 4
 """Most windows whose rows are counted at a time, to find the window of a row."""
 
 COUNTED = 1024

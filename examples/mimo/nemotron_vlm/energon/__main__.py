@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             for dataset in datasets:
                 if given.again or load_survey(dataset, encoder, given.surveys) is None:
-                    make_survey(dataset, encoder, given.surveys, given.workers)
+                    make_survey(dataset, encoder, given.surveys, given.workers, given.again)
                 survey = load_survey(dataset, encoder, given.surveys)
                 print(describe(dataset, survey, part, given, encoder))
     except (UserError, ValueError, OSError) as error:

@@ -17,10 +17,12 @@ on the sequence length. Each data set has, beside energon's own metadata or in a
 import hashlib
 import json
 import multiprocessing
+import time
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
+from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,8 @@ MEDIA = [("kind", "i1"), ("size", "i8"), ("frames", "i4"), ("fps", "f8"), ("own"
 MEDIA = np.dtype([*MEDIA, ("sum", "i4")])
 GOOD, TOO_LONG = STATES.index("good"), STATES.index("too long")
 UNREADABLE = STATES.index(BadShard.kind)
+READERS = "pillow", "av", "soundfile", "soxr", "tokenizers", "transformers"
+"""Packages that decide which samples can be read: other versions read each shard anew."""
 UNITS = "surveyed"
 """Folder, beside surveys, of the files of their units."""
 
@@ -189,12 +193,17 @@ def load_survey(dataset: DataSet, encoder: Encoder, folder: Path | None = None) 
 
 
 def make_survey(
-    dataset: DataSet, encoder: Encoder, folder: Path | None = None, workers: int = 0
+    dataset: DataSet,
+    encoder: Encoder,
+    folder: Path | None = None,
+    workers: int = 0,
+    again: bool = False,
 ) -> None:
     """Survey a data set, also where it has a survey: damaged shards may have been replaced.
 
     Args:
         folder: as for `load_survey`.
+        again: whether to read shards that earlier surveys have read.
         workers: most processes, which take a shard at a time; 0 for this one alone. No more are
             started than there are shards.
     """
@@ -204,7 +213,7 @@ def make_survey(
     path = _path(dataset, encoder, folder)
     (path.parent / UNITS).mkdir(parents=True, exist_ok=True)
     loader = DataLoader(
-        _Units(dataset, encoder, path),
+        _Units(dataset, encoder, path, again),
         batch_size=None,
         collate_fn=tuple,
         num_workers=min(workers, len(dataset.shards)),
@@ -234,6 +243,13 @@ def make_survey(
     write(path, lambda file: np.save(file, table))  # if it is there, the survey is complete
 
 
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def _run(code: str, _worker: int) -> None:
     exec(code, {})
 
@@ -245,10 +261,12 @@ class _Units(Dataset):
     taken: that is made again to read everything again.
     """
 
-    def __init__(self, dataset: DataSet, encoder: Encoder, survey: Path) -> None:
+    def __init__(self, dataset: DataSet, encoder: Encoder, survey: Path, again: bool) -> None:
         self.dataset, self.encoder, self.folder = dataset, encoder, survey.parent / UNITS
-        self.settings = json.dumps([FORMAT, encoder.settings])
-        self.surveyed = survey.stat().st_mtime_ns if survey.exists() else 0
+        self.settings = json.dumps([FORMAT, encoder.settings, *map(_version, READERS)])
+        self.surveyed = time.time_ns() * again
+        if survey.exists():
+            self.surveyed = survey.stat().st_mtime_ns
 
     def __len__(self) -> int:
         return len(self.dataset.shards)

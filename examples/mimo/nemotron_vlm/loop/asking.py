@@ -22,7 +22,7 @@ def next_commands(source: SampleSource, checkpoints: Path) -> list[str]:
     chosen = checkpoints / "best" if (checkpoints / BEST).exists() else checkpoints
     page, export = (checkpoints.with_name(name) for name in ("evaluation.html", "hugging-face"))
     commands = {
-        "ask it": ask_command(source, 0, checkpoints),
+        "ask it": ask_command(source, 0, checkpoints, chosen),
         "evaluate it": _command("evaluate.py", chosen, "--out", page),
         "export it": _command("checkpoint/convert.py", "megatron-to-hf", chosen, "--out", export),
     }
@@ -33,8 +33,11 @@ def _command(tool: str, *words: str | Path) -> str:
     return shlex.join(map(str, (sys.executable, TOOLS / tool, *words)))
 
 
-def ask_command(source: SampleSource, number: int, checkpoints: Path) -> str:
-    """Write a held-out sample's media into ``checkpoints/asked``; return the command that asks.
+def ask_command(
+    source: SampleSource, number: int, checkpoints: Path, chosen: Path | None = None
+) -> str:
+    """Write a held-out sample's media into ``checkpoints/asked``; return the command that asks the
+    chosen checkpoint, by default the newest.
 
     Returns "" if the sample has no question that can be asked alone, or its media cannot be read or
     written: training has ended well then, all the same.
@@ -55,4 +58,4 @@ def ask_command(source: SampleSource, number: int, checkpoints: Path) -> str:
         return ""
     if question.asked != source.asked:
         words += ["--chat-template-kwargs", json.dumps(question.asked)]
-    return _command("generate.py", checkpoints, *words, "--ask", question.text)
+    return _command("generate.py", chosen or checkpoints, *words, "--ask", question.text)

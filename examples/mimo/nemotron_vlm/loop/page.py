@@ -103,7 +103,7 @@ def write_page(
         samples=[(e, _media(e.question)) for e in sorted(samples, key=lambda e: e.is_right)],
     )
     try:
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise UserError(f"{file}: cannot write it: {error.strerror}") from error
 
@@ -149,13 +149,15 @@ def holdings(args: Namespace) -> dict[str, dict[int, tuple[str, str]]]:
 
 def _holding(layout: Layout, rank: int, stages: Sequence[str]) -> tuple[str, str]:
     """Return a rank's place in a layout with the layers of its stages, and its weights' colour."""
-    place, rest = {"ep": rank // (layout.etp or layout.tp) % layout.ep}, rank
+    etp = layout.etp or layout.tp
+    place, rest = {"ep": rank // etp % layout.ep}, rank
     for axis in ("tp", "cp", "dp", "pp"):
         rest, place[axis] = divmod(rest, getattr(layout, axis))
     shard = (place["pp"] * layout.tp + place["tp"]) * layout.ep + place["ep"]
+    shard = shard * etp + rank % etp
     shown = [f"{axis}{number}" for axis, number in place.items() if getattr(layout, axis) > 1]
-    hue = shard * 360 // (layout.pp * layout.tp * layout.ep)
-    return " ".join([*shown, *stages[place["pp"] :: layout.pp]]), f"hsl({hue} 70% 85%)"
+    hue = 360 * shard / (layout.pp * layout.tp * layout.ep * etp)
+    return " ".join([*shown, *stages[place["pp"] :: layout.pp]]), f"hsl({hue:.3f} 70% 85%)"
 
 
 def _media(question: Question) -> list[tuple[str, str]]:

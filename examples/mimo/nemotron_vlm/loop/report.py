@@ -4,8 +4,8 @@
 
 from argparse import Namespace
 
-from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
+from examples.mimo.nemotron_vlm.loop.all_ranks import one_line
 from examples.mimo.nemotron_vlm.loop.forward_step import Answers
 from examples.mimo.nemotron_vlm.loop.metrics import numbers_of, read_metrics
 from examples.mimo.nemotron_vlm.loop.page import Shown, write_page
@@ -29,8 +29,8 @@ def write_report(args: Namespace, source: SampleSource, answers: Answers) -> str
         facts |= numbers_of(records[-1]) if records else {}
         title = f"{args.model} on {args.world_size} ranks"
         write_page(args.report, title, facts, readings(source, answers), records, args)
-    except (UserError, OSError, ValueError) as error:
-        return f"warning: no page: {error}"
+    except Exception as error:  # whatever a source of a user's raises
+        return f"warning: no page: {one_line(error)}"
     return f"page: {args.report.absolute().as_uri()}"
 
 

@@ -10,6 +10,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import fields
 
+import torch
+
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import option_of
 from examples.mimo.nemotron_vlm.data import PREPARATION
@@ -105,7 +107,7 @@ def _hindrances(args: Namespace, saved: Namespace) -> Iterator[str]:
         why = f"has another form ({state}): {GIVE}"
     elif getattr(saved, "no_save_optim", False):
         why = "was left out by --no-save-optim"
-    elif not hasattr(saved, "store_param_remainders") and saved.use_precision_aware_optimizer:
+    elif _has_half_weights(saved):
         why = "has half of each master weight, from an earlier version"
     if why and not args.no_load_optim:
         yield f"the optimizer's state there {why}; --no-load-optim goes on with a new optimizer"
@@ -168,12 +170,25 @@ def check_vocabulary(args: Namespace, saved: Namespace | None, directory: str) -
         )
 
 
+def _has_half_weights(saved: Namespace) -> bool:
+    """Return whether a run saved what bf16 weights lack of master weights, which Adam would take
+    for them; later runs have ``store_param_remainders`` among their arguments."""
+    is_old = getattr(saved, "bf16", False) and not hasattr(saved, "store_param_remainders")
+    is_aware = getattr(saved, "use_precision_aware_optimizer", False)
+    on_host = getattr(saved, "optimizer_cpu_offload", False)
+    return is_old and is_aware and not on_host and saved.main_params_dtype == torch.float32
+
+
 def _changes_of_model(args: Namespace, saved: Namespace) -> str:
     """Return the saved settings of layers and sizes of encoders that differ now; stages may."""
     now, then = (
         vars(each)
         | {f"{name}.{size}": n for name, of in encoders.items() for size, n in of.items()}
-        | {"hybrid_layer_pattern": (each.hybrid_layer_pattern or "").replace("|", "")}
+        | {
+            "hybrid_layer_pattern": (getattr(each, "hybrid_layer_pattern", "") or "").replace(
+                "|", ""
+            )
+        }
         for each in (args, saved)
         for encoders in [getattr(each, "encoder_sizes", {})]  # not in a run from before it
     )

@@ -193,8 +193,7 @@ class PrecisionAwareLeaf(LeafOptimizer):
         if type(tensor) is torch.Tensor and tensor.dtype in UNSCALED:
             return tensor
         with self._in_parts.on_device(piece):
-            value = self.optimizer.get_unscaled_state(piece, name)
-            return value.cpu() if self.config.optimizer_offload_fraction else value
+            return self.optimizer.get_unscaled_state(piece, name).cpu()  # an fp32 copy
 
     def _load(self, piece: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
         adam = self.optimizer

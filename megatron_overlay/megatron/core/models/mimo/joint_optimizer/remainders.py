@@ -29,8 +29,11 @@ def keeps_halves(options: OptimizerConfig | Namespace) -> bool:
 
 def whole_masters(weights: Tensor, remainders: Tensor) -> Tensor:
     """Return master weights, fp32, of bf16 weights and int16 remainders of the same shape."""
-    upper = weights.view(torch.int16).int() - (remainders < 0).int()
-    return ((upper << 16) | (remainders.int() & 0xFFFF)).view(torch.float32)
+    bits, lower = weights.view(torch.int16).int(), remainders.int()
+    bits -= (remainders < 0).to(torch.int8)
+    bits <<= 16
+    lower &= 0xFFFF
+    return bits.bitwise_or_(lower).view(torch.float32)
 
 
 def split_masters(masters: Tensor) -> tuple[Tensor, Tensor]:
