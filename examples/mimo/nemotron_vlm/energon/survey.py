@@ -22,7 +22,6 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
-from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ from examples.mimo.nemotron_vlm.energon.errors import (
 )
 from examples.mimo.nemotron_vlm.energon.records import kind_of
 from examples.mimo.nemotron_vlm.energon.store import DataSet
-from examples.mimo.nemotron_vlm.energon.units import Unit, load_unit, save_unit, write
+from examples.mimo.nemotron_vlm.energon.units import Unit, load_unit, save_unit, versions, write
 from examples.mimo.nemotron_vlm.energon.videos import Extent
 from megatron.energon.flavors.webdataset.config import MAIN_FOLDER_NAME
 
@@ -55,10 +54,7 @@ STATES += (UnreadFormat.kind, Excluded.kind, "too long")
 KINDS = tuple(PLACEHOLDERS)
 MEDIA = [("kind", "i1"), ("size", "i8"), ("frames", "i4"), ("fps", "f8"), ("own", "i8")]
 MEDIA = np.dtype([*MEDIA, ("sum", "i4")])
-GOOD, TOO_LONG = STATES.index("good"), STATES.index("too long")
-UNREADABLE = STATES.index(BadShard.kind)
-READERS = "pillow", "av", "soundfile", "soxr", "tokenizers", "transformers"
-"""Packages that decide which samples can be read: other versions read each shard anew."""
+GOOD, TOO_LONG, UNREADABLE = map(STATES.index, ("good", "too long", BadShard.kind))
 UNITS = "surveyed"
 """Folder, beside surveys, of the files of their units."""
 
@@ -224,8 +220,7 @@ def make_survey(
     units = list(tqdm(loader, str(dataset.path), unit="shard", disable=None))
     rows, media, bad, digests = zip(*units, strict=True)
     digest = hashlib.sha256(json.dumps([FORMAT, encoder.settings]).encode())
-    for one in digests:
-        digest.update(one.encode())
+    digest.update("".join(digests).encode())
     notes = {
         "settings": encoder.settings,
         "fingerprint": digest.hexdigest(),
@@ -243,13 +238,6 @@ def make_survey(
     write(path, lambda file: np.save(file, table))  # if it is there, the survey is complete
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def _run(code: str, _worker: int) -> None:
     exec(code, {})
 
@@ -263,10 +251,8 @@ class _Units(Dataset):
 
     def __init__(self, dataset: DataSet, encoder: Encoder, survey: Path, again: bool) -> None:
         self.dataset, self.encoder, self.folder = dataset, encoder, survey.parent / UNITS
-        self.settings = json.dumps([FORMAT, encoder.settings, *map(_version, READERS)])
-        self.surveyed = time.time_ns() * again
-        if survey.exists():
-            self.surveyed = survey.stat().st_mtime_ns
+        self.settings = json.dumps([FORMAT, encoder.settings, versions()])
+        self.surveyed = survey.stat().st_mtime_ns if survey.exists() else time.time_ns() * again
 
     def __len__(self) -> int:
         return len(self.dataset.shards)
