@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of what a survey found in one shard, and hashes of what a shard's samples follow from.
 
-A survey of all is made of them. So one that is killed goes on with the next shard, and after shards
-are added it reads these alone.
+The survey of a data set is made of them. So a survey that is killed goes on with the next shard,
+and after shards are added it reads the new ones alone.
 """
 
 import hashlib
