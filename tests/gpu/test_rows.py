@@ -132,15 +132,18 @@ def optimizer_state(run) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("encoder", "language"),
-    [
-        pytest.param("dp=1", "dp=1", marks=requires_world_size(1), id="one-gpu"),
-        pytest.param("dp=2", "tp=2,ep=2,etp=1", marks=requires_world_size(2), id="two-gpus"),
-    ],
-)
-def test_adam_resumes_bit_for_bit(encoder, language, shared_path):
-    layout = ("--encoder", encoder, "--language", language)
+def on_one_and_two_gpus(language: str) -> pytest.MarkDecorator:
+    """Run a test with ``layout``, the options of one GPU, and of two with this language layout."""
+    two = ("--encoder", "dp=2", "--language", language)
+    layouts = [
+        pytest.param((), marks=requires_world_size(1), id="one-gpu"),
+        pytest.param(two, marks=requires_world_size(2), id="two-gpus"),
+    ]
+    return pytest.mark.parametrize("layout", layouts)
+
+
+@on_one_and_two_gpus("tp=2,ep=2,etp=1")
+def test_adam_resumes_bit_for_bit(layout, shared_path):
     options = (*layout, *ENGINE, "--bf16", "--micro-batch-size", "8")
     with trainer(*options) as run:
         for _ in range(2):
@@ -215,17 +218,7 @@ def test_goes_on_in_another_precision(before, after, shared_path, capsys):
     assert found == pytest.approx(expected, rel=2 * MOST)  # FP8 in all layers: 1 % over ten steps
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param((), marks=requires_world_size(1), id="one-gpu"),
-        pytest.param(
-            ("--encoder", "dp=2", "--language", "tp=2,ep=2,etp=1"),
-            marks=requires_world_size(2),
-            id="two-gpus",
-        ),
-    ],
-)
+@on_one_and_two_gpus("tp=2,ep=2,etp=1")
 def test_adapters_learn_on_a_base_in_fp8(layout):
     options = (*ENGINE, "--bf16", "--micro-batch-size", "8", *ADAPTED_IN_16_BITS, *layout)
 
@@ -254,17 +247,7 @@ def filled_gradients(run) -> None:
     run.optimizer.launch = launch_with_gradients
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param((), marks=requires_world_size(1), id="one-gpu"),
-        pytest.param(
-            ("--encoder", "dp=2", "--language", "dp=2,ep=2"),
-            marks=requires_world_size(2),
-            id="two-gpus",
-        ),
-    ],
-)
+@on_one_and_two_gpus("dp=2,ep=2")
 def test_state_on_the_host_changes_no_bit(layout, shared_path, monkeypatch):
     """All is trained, Mamba-2 too. Half of the state is on the host, then all after a resume.
 
