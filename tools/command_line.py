@@ -4,6 +4,8 @@
 
 import argparse
 
+BATCH = 8
+"""Questions that are answered at a time."""
 DEVICE = "of the model; cuda, in bf16, where there is a GPU"
 
 

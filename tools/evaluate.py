@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent / name) for name in ("checkpoint", ".")]
 
-from command_line import DEVICE, Parser, positive  # noqa: E402
+from command_line import BATCH, DEVICE, Parser, positive  # noqa: E402
 from in_checkout import run  # noqa: E402
 
 
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     what = "held-out samples; 100 by default, 0 shows the run alone"
     add("--samples", type=partial(positive, least=0), default=100, metavar="N", help=what)
     add("--max-tokens", type=positive, default=256, metavar="N", help="of an answer")
-    add("--batch", type=positive, default=8, metavar="N", help="questions answered at a time")
+    add("--batch", type=positive, default=BATCH, metavar="N", help="questions answered at a time")
     what = "page to write; evaluation.html by default"
     add("--out", type=Path, default=Path("evaluation.html"), metavar="FILE", help=what)
     add("--device", choices=("cpu", "cuda"), help=DEVICE)

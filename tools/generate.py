@@ -21,14 +21,13 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent / name) for name in ("checkpoint", ".")]
 
-from command_line import DEVICE, Parser, positive  # noqa: E402
+from command_line import BATCH, DEVICE, Parser, positive  # noqa: E402
 from in_checkout import run  # noqa: E402
 
 KINDS = {"image": "an image", "sound": "a sound", "video": "a clip, or a folder of frames"}
 """Options of media, and their help."""
 CONVERT = Path(__file__).resolve().parent / "checkpoint/convert.py"
 DRAWS = ("temperature", "top_p", "top_k")
-BATCH = 8
 
 
 def main(argv: list[str]) -> int:
