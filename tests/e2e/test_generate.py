@@ -219,7 +219,7 @@ def test_questions_of_a_file_are_answered_as_each_alone(trained, capsys, tmp_pat
 
 
 def test_a_batch_of_questions_is_answered_as_each_alone(trained, capsys, tmp_path, monkeypatch):
-    """Of different lengths, half of them without media; not all answers have equal lengths."""
+    """Questions have different lengths, half have no media, and answers differ in length."""
     monkeypatch.setattr(Chat, "words", lambda self, tokens: " ".join(map(str, tokens)))
     monkeypatch.setattr(sys.modules[__name__], "ANSWER", 40)
     asked = []

@@ -78,7 +78,7 @@ def port(
     """Apply the patches to other files; leave out those that conflict.
 
     Return the state of each, its name, why it conflicts, and its files then. ``instead`` has
-    patches, by file name, that replace those of the series there.
+    patches, by file name, that replace the series' patches of these names.
     """
     ported, tree = [], {}
     for one in patched:

@@ -120,7 +120,7 @@ CONVERSATIONS += ("--transformer-impl", "local")  # the engine has such images i
 
 @requires_world_size(1)
 def test_every_kind_of_input_has_their_logits_and_back_it_has_the_same_bits(shared_path):
-    """What was only copied is not listed. In layouts, gradients and training prove more."""
+    """Video and sound are converted, not copied. Gradients and training prove layouts."""
     directory = convert_once(shared_path, MODEL, "--model", "tiny-omni")
     theirs = directory.with_name("theirs")
     copied = assert_back_again(directory, theirs)

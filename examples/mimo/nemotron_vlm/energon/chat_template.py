@@ -157,7 +157,7 @@ class ChatTemplate:
 
         def prompts() -> Iterator[str]:
             found = []
-            with suppress(BadConversation):  # such as that of a conversation without turns
+            with suppress(BadConversation):  # a conversation without turns has no prompt
                 for prompt in self.prompts(before, arguments):
                     found.append(prompt)
                     yield prompt

@@ -243,10 +243,10 @@ def _run(code: str, _worker: int) -> None:
 
 
 class _Units(Dataset):
-    """What the survey finds in each shard, kept in a file as the shard ends.
+    """A data set of units: the survey reads a shard, and keeps what it finds in a file.
 
-    The file's name hashes all that it depends on. One that is older than the survey of all is not
-    taken: that is made again to read everything again.
+    The file's name hashes all that the unit depends on. A file that is older than the whole survey
+    is not taken: the survey is made again to read everything again.
     """
 
     def __init__(self, dataset: DataSet, encoder: Encoder, survey: Path, again: bool) -> None:

@@ -25,8 +25,8 @@ READERS = "pillow", "av", "soundfile", "soxr", "tokenizers", "transformers"
 """Packages that decide which samples can be read: other versions read each shard anew."""
 
 Unit = tuple[np.ndarray, np.ndarray, list[dict[str, Any]], str]
-"""What a survey found in a shard: rows, int32 [7, samples]; media, `MEDIA` [media]; fields of the
-bad samples, with their index in the shard; and a hash of the samples' bytes."""
+"""A unit is what a survey found in a shard: rows, int32 [7, samples]; media, `MEDIA` [media];
+fields of the bad samples, with their index in the shard; and a hash of the samples' bytes."""
 
 
 def save_unit(path: Path, unit: Unit) -> None:

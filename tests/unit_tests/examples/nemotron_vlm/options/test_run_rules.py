@@ -29,7 +29,7 @@ WALKED = [rule for rule in RULES if rule not in FAMILIES and rule.example is not
 
 @pytest.fixture(autouse=True)
 def packages(monkeypatch):
-    """Of the packages that options need, wandb is installed."""
+    """Options find wandb installed, and no other package that they need."""
     monkeypatch.setattr(megatron_rules, "find_spec", {"wandb": "there"}.get)
 
 

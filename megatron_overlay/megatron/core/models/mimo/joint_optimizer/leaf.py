@@ -101,7 +101,7 @@ class LeafOptimizer(DistributedOptimizer):
     ) -> dict[int, dict[str, ShardedTensorFactory]]:
         """Return the state as boxes of parameters, in place of a format that Megatron has dropped.
 
-        Files are those of Megatron's fully reshardable format.
+        A checkpoint has the files of Megatron's fully reshardable format.
         """
         return param_state(self, model_sharded_state_dict, is_loading)
 

@@ -117,7 +117,7 @@ def param_state(
 
 
 def shards_of(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int]]:
-    """Yield each parameter of which this rank has a shard, and the shard's first element."""
+    """Yield each parameter that has a shard on this rank, and the shard's first element."""
     for buffer in optimizer.gbuf_ranges:
         for bucket in itertools.chain.from_iterable(buffer.values()):
             for param, ranges in bucket["param_map"].items():
