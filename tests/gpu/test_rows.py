@@ -127,7 +127,8 @@ def optimizer_state(run) -> list[torch.Tensor]:
                     count = torch.as_tensor(states[0].get("step", group.get("step")))
                     kinds = ["exp_avg", "exp_avg_sq"]
                     kinds += ["master_param"] * (parameter.dtype == torch.bfloat16)
-                    tensors = [torch.cat([state[kind] for state in states]) for kind in kinds]
+                    # With state on the host, the moments of some pieces lie there.
+                    tensors = [torch.cat([state[kind].cpu() for state in states]) for kind in kinds]
                     found += [each.detach().cpu().clone() for each in (count, parameter, *tensors)]
     return found
 

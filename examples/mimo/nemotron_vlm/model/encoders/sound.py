@@ -198,12 +198,17 @@ def _extractor(mel_bins: int):
 
 
 def parakeet(sizes: Sound, dtype: torch.dtype | None = None) -> nn.Module:
-    """Make transformers' encoder, whose attention is `attend`."""
+    """Make transformers' encoder, whose attention is `attend`, without its initial weights.
+
+    It would draw them on one core, in 20 s at the published sizes.
+    """
     from transformers import AttentionInterface, AutoModel, ParakeetEncoderConfig
+    from transformers.initialization import no_init_weights
 
     AttentionInterface.register(attend.__name__, attend)
     config = ParakeetEncoderConfig(num_hidden_layers=sizes.layers, **asdict(sizes))
-    encoder = AutoModel.from_config(config, dtype=dtype, attn_implementation=attend.__name__)
+    with no_init_weights():
+        encoder = AutoModel.from_config(config, dtype=dtype, attn_implementation=attend.__name__)
     for module in encoder.modules():
         if isinstance(module, nn.BatchNorm1d):
             module.num_batches_tracked = None  # nothing is tracked

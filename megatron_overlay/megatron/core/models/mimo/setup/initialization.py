@@ -2,21 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Initial weights as a function of (seed, parameter name, global index), whatever the layout.
 
-A parameter is divided into blocks of rows. Each block is drawn from a generator seeded by the
-parameter's name and the block's place; a rank draws those that its shard touches, several at a
-time, of several parameters. The model's sharded state dict tells which part of a parameter the rank
-holds, so tensor, expert and pipeline sharding need no rules of their own. Weights are drawn on the
-CPU for GPUs too, as a GPU's generator draws other numbers. Distributions: matrices N(0, 1/fan in)
-(LeCun et al., "Efficient BackProp", 1998), those that write to the residual stream scaled by
-1/sqrt(2 · layers) (GPT-2); Mamba-2's own parameters as in its paper (arXiv 2405.21060).
+The model's sharded state dict tells which part of a parameter the rank holds, so tensor, expert and
+pipeline sharding need no rules of their own. Each element's number comes from its own index alone,
+on the device that holds the parameter; a CPU and a GPU draw the same ones, as their logarithms and
+cosines are rounded from 64 bits. Distributions: matrices N(0, 1/fan in) (LeCun et al., "Efficient
+BackProp", 1998), those that write to the residual stream scaled by 1/sqrt(2 · layers) (GPT-2);
+Mamba-2's own parameters as in its paper (arXiv 2405.21060).
 """
 
 import hashlib
 import math
-import os
-from collections import deque
+import operator
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 
 import torch
@@ -25,56 +22,85 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.models.mimo.model.base import MimoModel
 
-Draw = Callable[[torch.Tensor, torch.Generator, int], torch.Tensor]
-"""Function ``(out, rng, inputs)`` that fills a block; ``inputs`` is the parameter's last dim."""
-
 DT_RANGE = (1e-3, 1e-1)
 A_RANGE = (1.0, 16.0)
 
-BLOCK = 2**16
-"""Elements of a block of rows, about: enough to outweigh the start of a thread, few enough that a
-rank draws few rows beyond its shard's."""
+AT_ONCE = 2**20
+"""Elements drawn at once, about: a few temporary tensors of 8 MiB."""
 
-TOGETHER = 16
-"""Blocks that a thread draws before it asks for more."""
+GAMMA, FIRST, SECOND = (
+    odd - 2**64 for odd in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+"""The odd constants of SplitMix64, as signed numbers of 64 bits."""
 
-THREADS = 6
-"""Most threads of a rank. More wait for Python's lock: for 18 billion elements 1, 4, 6, 16 and 32
-threads took 92, 22, 20, 37 and 141 s."""
 
-AHEAD = 8
-"""Parameters that are drawn while another is copied to its place."""
+class Numbers:
+    """Random numbers of 64 bits, each a function of a key and an index alone.
+
+    They are SplitMix64's (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
+    OOPSLA 2014), which has state ``key + index · GAMMA`` there.
+
+    Args:
+        key: start of the sequence, a signed number of 64 bits.
+        index: place of each number in the sequence; int64, of any shape.
+    """
+
+    def __init__(self, key: int, index: torch.Tensor) -> None:
+        bits = index * GAMMA + key
+        for shift, factor in ((30, FIRST), (27, SECOND)):
+            bits = (bits ^ _shifted(bits, shift)) * factor
+        self.bits = bits ^ _shifted(bits, 31)
+
+    def uniform(self, low: float, high: float) -> torch.Tensor:
+        """Return numbers of [low, high) in fp64, from the upper 32 bits."""
+        return _shifted(self.bits, 32).double().mul_((high - low) / 2**32).add_(low)
+
+    def normal(self, std: float) -> torch.Tensor:
+        """Return numbers of N(0, std²) in fp64, by Box and Muller's transform of both halves."""
+        radius = (_shifted(self.bits, 32) + 1).double().mul_(2**-32).log_().mul_(-2).sqrt_()
+        angle = (self.bits & 0xFFFFFFFF).double().mul_(math.tau / 2**32)
+        return radius.mul_(angle.cos_()).mul_(std)
+
+
+def _shifted(bits: torch.Tensor, places: int) -> torch.Tensor:
+    """Shift to the right, with zeros on the left."""
+    return (bits >> places) & (2 ** (64 - places) - 1)
+
+
+Draw = Callable[[Numbers, int], torch.Tensor]
+"""Function ``(numbers, inputs)`` that returns values of the numbers' shape; ``inputs`` is the
+parameter's last dim."""
 
 
 def filled(value: float) -> Draw:
     """Return the draw of a constant."""
-    return lambda out, _rng, _inputs: out.fill_(value)
+    return lambda numbers, _inputs: torch.full_like(numbers.bits, value, dtype=torch.float64)
 
 
 def normal(std: float) -> Draw:
     """Return the draw of N(0, std²)."""
-    return lambda out, rng, _inputs: out.normal_(0, std, generator=rng)
+    return lambda numbers, _inputs: numbers.normal(std)
 
 
-def fan_in_normal(out: torch.Tensor, rng: torch.Generator, inputs: int) -> torch.Tensor:
+def fan_in_normal(numbers: Numbers, inputs: int) -> torch.Tensor:
     """Draw N(0, 1/fan in); see ``Draw``."""
-    return out.normal_(0, inputs**-0.5, generator=rng)
+    return numbers.normal(inputs**-0.5)
 
 
-def _convolution(out: torch.Tensor, rng: torch.Generator, _inputs: int) -> torch.Tensor:
-    return out.uniform_(-0.5, 0.5, generator=rng)
+def _convolution(numbers: Numbers, _inputs: int) -> torch.Tensor:
+    return numbers.uniform(-0.5, 0.5)
 
 
-def _lora_in(out: torch.Tensor, rng: torch.Generator, inputs: int) -> torch.Tensor:
-    return out.uniform_(-(inputs**-0.5), inputs**-0.5, generator=rng)  # as Hugging Face's peft
+def _lora_in(numbers: Numbers, inputs: int) -> torch.Tensor:
+    return numbers.uniform(-(inputs**-0.5), inputs**-0.5)  # as Hugging Face's peft
 
 
-def _decay_rate(out: torch.Tensor, rng: torch.Generator, _inputs: int) -> torch.Tensor:
-    return out.uniform_(*A_RANGE, generator=rng).log_()
+def _decay_rate(numbers: Numbers, _inputs: int) -> torch.Tensor:
+    return numbers.uniform(*A_RANGE).log_()
 
 
-def _time_step_bias(out: torch.Tensor, rng: torch.Generator, _inputs: int) -> torch.Tensor:
-    step = out.uniform_(*map(math.log, DT_RANGE), generator=rng).exp()
+def _time_step_bias(numbers: Numbers, _inputs: int) -> torch.Tensor:
+    step = numbers.uniform(*map(math.log, DT_RANGE)).exp_()
     return step + torch.log(-torch.expm1(-step))
 
 
@@ -87,8 +113,8 @@ def _rules(layers: int, std: float | None) -> list[tuple[str, Draw]]:
     """
     matrix = fan_in_normal if std is None else normal(std)
 
-    def residual(out: torch.Tensor, rng: torch.Generator, inputs: int) -> torch.Tensor:
-        return matrix(out, rng, inputs).div_(math.sqrt(2 * layers))
+    def residual(numbers: Numbers, inputs: int) -> torch.Tensor:
+        return matrix(numbers, inputs).div_(math.sqrt(2 * layers))
 
     return [
         ("*.adapter.linear_in.weight", _lora_in),
@@ -119,12 +145,6 @@ def _depth(model: MimoModel, key: str) -> int:
     return max(encoder.config.num_layers for encoder in encoders)
 
 
-def _generator(seed: int, key: str, place: tuple[int, ...]) -> torch.Generator:
-    text = f"{seed}/{key}/{place}".encode()
-    digest = hashlib.blake2b(text, digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-
-
 @torch.no_grad()
 def initialize_weights(
     model: MimoModel, seed: int, std: float | None, own: Mapping[str, Draw] | None = None
@@ -142,26 +162,17 @@ def initialize_weights(
     """
     state = model.sharded_state_dict()
     apply_factories(state)
-    under_way: deque[tuple[ShardedTensor, Callable[[], torch.Tensor]]] = deque()
-
-    def fill(at_most: int) -> None:
-        while len(under_way) > at_most:
-            part, drawn = under_way.popleft()
-            part.data.copy_(drawn())
-
-    with _threads() as pool:
-        for part in nested_values(state):
-            if isinstance(part, ShardedTensor):
-                rules = _rules_of(model, part.key, std, own)
-                under_way.append((part, _drawing(part, seed, rules, pool, part.data.dtype)))
-                fill(AHEAD)
-        fill(0)
+    for part in nested_values(state):
+        if isinstance(part, ShardedTensor):
+            rules = _rules_of(model, part.key, std, own)
+            part.data.copy_(_drawn(part, seed, rules, part.data.dtype, part.data.device))
 
 
+@torch.no_grad()
 def initial_weights(
     model: MimoModel, part: ShardedTensor, seed: int, own: Mapping[str, Draw] | None = None
 ) -> torch.Tensor:
-    """Draw one shard in fp32, as ``initialize_weights`` does with ``std=None``.
+    """Draw one shard in fp32 on the CPU, as ``initialize_weights`` does with ``std=None``.
 
     The model may be on the meta device.
 
@@ -169,13 +180,8 @@ def initial_weights(
         part: a shard of the bare model's sharded state dict, with factories applied.
         own: as :func:`initialize_weights` takes it.
     """
-    with _threads() as pool:
-        return _drawing(part, seed, _rules_of(model, part.key, None, own), pool, torch.float32)()
-
-
-def _threads() -> ThreadPoolExecutor:
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return ThreadPoolExecutor(max(1, min(THREADS, (os.cpu_count() or 1) // ranks_here)))
+    rules = _rules_of(model, part.key, None, own)
+    return _drawn(part, seed, rules, torch.float32, torch.device("cpu"))
 
 
 def _rules_of(
@@ -185,53 +191,29 @@ def _rules_of(
     return [*(own or {}).items(), *_rules(_depth(model, key), std)]
 
 
-def _drawing(
+def _drawn(
     part: ShardedTensor,
     seed: int,
     rules: list[tuple[str, Draw]],
-    pool: ThreadPoolExecutor,
     dtype: torch.dtype,
-) -> Callable[[], torch.Tensor]:
-    """Let the pool's threads draw a shard; return what waits for it and returns it.
-
-    Threads round blocks as they draw them: one thread would take longer for a GPU's 16-bit weights
-    than all take to draw them.
-    """
+    device: torch.device,
+) -> torch.Tensor:
+    """Draw a shard, some rows at a time."""
     draw = next((draw for name, draw in rules if fnmatch(part.key, name)), None)
     if draw is None:
         raise ValueError(f"no initialization rule names the parameter {part.key}")
-    axes = part.prepend_axis_num
-    shape, offset = part.global_shape[axes:], part.global_offset[axes:]
-    start, held = offset[0], part.local_shape[0]
-    rows = max(1, BLOCK // math.prod(shape[1:]))
-    columns = [slice(a, a + n) for a, n in zip(offset[1:], part.local_shape[1:], strict=True)]
-    own = torch.empty(part.local_shape, dtype=dtype)
-
-    def fill(block: int) -> None:
-        begin = block * rows
-        place = (*part.global_offset[:axes], block, *[0] * len(columns))
-        first, end = max(begin, start), min(begin + rows, start + held)
-        mine = own[first - start : end - start]
-        is_whole = mine.shape == (rows, *shape[1:]) and dtype == torch.float32
-        # Drawn whole, so that no row depends on padding after it.
-        out = mine if is_whole else torch.empty(rows, *shape[1:])
-        drawn = draw(out, _generator(seed, part.key, place), shape[-1])
-        if drawn is not mine:
-            mine.copy_(drawn[(slice(first - begin, end - begin), *columns)])
-
-    @torch.no_grad()
-    def fill_all(blocks: range) -> None:
-        for block in blocks:
-            fill(block)
-
-    blocks = range(start // rows, -(-(start + held) // rows))
-    tasks = [
-        pool.submit(fill_all, blocks[at : at + TOGETHER]) for at in range(0, len(blocks), TOGETHER)
-    ]
-
-    def drawn() -> torch.Tensor:
-        for task in tasks:
-            task.result()
-        return own
-
+    digest = hashlib.blake2b(f"{seed}/{part.key}".encode(), digest_size=8).digest()
+    key = int.from_bytes(digest, "big", signed=True)
+    axes, shape = part.prepend_axis_num, part.global_shape
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    start = sum(map(operator.mul, part.global_offset, strides))
+    index = torch.tensor(start, device=device)
+    for size, stride in zip(part.local_shape[1:], strides[axes + 1 :], strict=True):
+        index = index[..., None] + torch.arange(size, device=device) * stride
+    drawn = torch.empty(part.local_shape, dtype=dtype, device=device)
+    at_once = max(1, AT_ONCE // index.numel())
+    rows = torch.arange(len(drawn), device=device).view(-1, *[1] * index.ndim) * strides[axes]
+    for out, firsts in zip(drawn.split(at_once), rows.split(at_once), strict=True):
+        # Rounded to 32 bits first, as `initial_weights` returns them.
+        out.copy_(draw(Numbers(key, firsts + index), shape[-1]).float())
     return drawn
