@@ -17,7 +17,7 @@ from examples.mimo.nemotron_vlm.loop.metrics import read_metrics
 from megatron.core.models.mimo.joint_optimizer import leaf as leaf_optimizer
 from megatron.core.models.mimo.joint_optimizer.remainders import whole_masters
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import shared_digits
-from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE, MODELS, ON_GPUS
+from tests.unit_tests.examples.nemotron_vlm.loop.models import ANY_SIZE, ENGINE, MODELS, ON_GPUS
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import Row
 from tests.unit_tests.examples.nemotron_vlm.loop.rows_on_gpus import (
     ADAPTED_IN_16_BITS,
@@ -199,12 +199,12 @@ TYPES = """--use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dty
 
 @requires_world_size(1)
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [((), FP8), (FP8, ()), ((), TYPES), (TYPES, ())],
-    ids=["to-fp8", "from-fp8", "to-16-bit-state", "from-16-bit-state"],
+    ("before", "after", "sizes"),
+    [((), FP8, ()), (FP8, (), ANY_SIZE), ((), TYPES, ()), (TYPES, (), ())],
+    ids=["to-fp8", "from-fp8-of-any-size", "to-16-bit-state", "from-16-bit-state"],
 )
-def test_goes_on_in_another_precision(before, after, shared_path, capsys):
-    options = (*ENGINE, "--bf16", "--micro-batch-size", "8")
+def test_goes_on_in_another_precision(before, after, sizes, shared_path, capsys):
+    options = (*ENGINE, "--bf16", "--micro-batch-size", "8", *sizes)
     with trainer(*options, *before) as run:
         for _ in range(2):
             run.train_step()

@@ -7,6 +7,7 @@ That parts train as on one rank is in rows.py.
 
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 
@@ -138,7 +139,7 @@ class TestFP8:
             ("--fp8-parts language", (None, "hybrid")),
             ("--fp8-parts images:encoder,language", ("hybrid", "hybrid")),
             ("", ("hybrid", "hybrid")),
-            ("--dynamic-resolution", (None, "hybrid")),
+            ("--dynamic-resolution", ("hybrid", "hybrid")),
         ],
     )
     def test_parts_have_it_each_on_its_own(self, line, found, hopper):
@@ -203,3 +204,21 @@ class TestFP8:
         ((tokens, inputs, _),) = seen
         multiple = 32 if recipe == "mxfp8" else 16
         assert tokens * inputs % multiple == 0 and (inputs - tiles) * tokens <= multiple * 3
+
+    @requires_world_size(1)
+    @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+    @pytest.mark.parametrize(
+        "grids", [[], [(4, 6)], [(2, 2), (2, 10), (4, 4)], [(4, 2), (2, 4)]], ids=str
+    )
+    def test_a_blank_image_fills_up_the_tokens(self, grids, recipe):
+        with trainer("--dynamic-resolution") as run:
+            encoder = run.stages[0].modality_submodules["images"].module.encoders["radio"]
+            given = torch.rand(sum(a * b for a, b in grids), 3 * encoder.sizes.patch**2) * 255
+            grids = np.array([(0, *each) for each in grids], dtype=np.int64).reshape(-1, 3)
+            arguments = given, given[:0], grids
+            plain, layer, seen = encoder(*arguments), encoder.radio.decoder.layers[0], []
+            encoder.config.fp8, encoder.config.fp8_recipe = "hybrid", recipe
+            layer.register_forward_hook(lambda *found: seen.append(found[2][0].shape))
+            torch.testing.assert_close(encoder(*arguments), plain)
+        ((tokens, _, _),) = seen
+        assert tokens % (32 if recipe == "mxfp8" else 16) == 0

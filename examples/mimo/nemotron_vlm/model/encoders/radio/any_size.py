@@ -19,6 +19,7 @@ from examples.mimo.nemotron_vlm.model.clip_grids import ClipGrids
 from examples.mimo.nemotron_vlm.model.encoders.radio.entry import Radio
 from examples.mimo.nemotron_vlm.model.encoders.radio.tiles import RADIOEncoderWrapper, normalize
 from examples.mimo.nemotron_vlm.model.patch_grids import PatchGrids, grids_of, tubelets_of
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.models.vision.radio import RADIOViTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.token_layout import PaddedLengths
@@ -74,6 +75,9 @@ class PackedRADIOEncoder(RADIOEncoderWrapper):
         if not len(grids):
             grids = np.array([[0, sizes.pixel_shuffle, sizes.pixel_shuffle]])
             patches = patches.new_zeros(sizes.pixel_shuffle**2, patches.size(1))
+        inputs = len(grids)
+        if self.config.fp8:
+            patches, grids = self._filled_up(patches, grids)
         counts = np.maximum(grids[:, 0], 1)
         is_clip, shapes = (grids[:, 0] > 0).repeat(counts), grids[:, 1:].repeat(counts, axis=0)
         images_first = np.argsort(is_clip, kind="stable")
@@ -99,9 +103,19 @@ class PackedRADIOEncoder(RADIOEncoderWrapper):
             features = features.transpose(0, 1)
         if not self.is_last_stage:
             return features.contiguous()
-        order = shuffled(shapes, images_first, sizes.class_tokens, sizes.pixel_shuffle)
+        order = shuffled(shapes, images_first, sizes, shown=counts[:inputs].sum())
         order = copied_to(features.device, order)
         return features[0].index_select(0, order).view(-1, sizes.output_size)
+
+    def _filled_up(
+        self, patches: torch.Tensor, grids: np.ndarray
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        """Add a blank image of one row that fills up the tokens, as products in FP8 need."""
+        each = grids[:, 1] * grids[:, 2] + self.sizes.class_tokens
+        tokens = (np.maximum(grids[:, 0], 1) * each).sum() + self.sizes.class_tokens
+        columns = 1 + -(tokens + 1) % get_fp8_align_size(self.config.fp8_recipe)
+        blank = patches.new_zeros(columns, patches.size(1))
+        return torch.cat([patches, blank]), np.append(grids, [[0, 1, columns]], axis=0)
 
     def _pixels(self, patches: torch.Tensor) -> torch.Tensor:
         """Return normalized patches [patches, frames · 3 · patch²] as [1, …]."""
@@ -129,24 +143,22 @@ def _packed(lengths: np.ndarray) -> PackedSeqParams:
     )
 
 
-def shuffled(
-    shapes: np.ndarray, packed: np.ndarray, class_tokens: int, factor: int
-) -> torch.Tensor:
-    """Return the order in which patches form rows, each of ``factor`` × ``factor`` of them.
+def shuffled(shapes: np.ndarray, packed: np.ndarray, sizes: Radio, shown: int) -> torch.Tensor:
+    """Return the order in which patches form rows, ``pixel_shuffle`` squared of them each.
 
     Args:
         shapes: int64 [images and tubelets, 2], rows and columns of each, in the order of the rows.
         packed: their order in the packed sequence, int64 [images and tubelets].
-        class_tokens: tokens before the patches of each.
+        shown: images and tubelets that have rows; the others come after them in ``shapes``.
 
     Returns:
         int64 [patches], indices into the packed sequence.
     """
-    lengths = shapes.prod(axis=1)
+    lengths, factor = shapes.prod(axis=1), sizes.pixel_shuffle
     starts = np.empty_like(lengths)
-    starts[packed] = np.cumsum(lengths[packed] + class_tokens) - lengths[packed]
+    starts[packed] = np.cumsum(lengths[packed] + sizes.class_tokens) - lengths[packed]
     orders = []
-    for start, (rows, columns) in zip(starts, shapes, strict=True):
+    for start, (rows, columns) in zip(starts[:shown], shapes[:shown], strict=True):
         order = np.arange(start, start + rows * columns).reshape(rows, columns)
         orders.append(rearrange(order, "(h a) (w b) -> (h w a b)", a=factor, b=factor))
     return torch.from_numpy(np.concatenate(orders))
@@ -161,7 +173,6 @@ class RadioOfAnySize(Radio):
 
     plural = "images"
     module = PackedRADIOEncoder
-    takes_fp8 = False  # its products need multiples of sixteen tokens
 
     @property
     def usual(self) -> int:
