@@ -5,6 +5,7 @@
 from typing import Any
 
 from examples.mimo.common.rules import ON_ENGINE, Rule, has, with_graphs
+from examples.mimo.nemotron_vlm.data import have_equal_images
 from examples.mimo.nemotron_vlm.options.derived import loads_amid_collectives
 from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
 from megatron.core.transformer.enums import CudaGraphModule
@@ -52,9 +53,20 @@ OF_GRAPHS = [
         lambda r: r.args.lora_dropout and r.args.recompute_granularity,
     ),
     with_graphs(
-        "--recompute-encoder",
+        "--recompute-encoder and images of one size",
         "a graph's backward keeps the activations of its forward",
-        "--recompute-encoder 1",
+        "--data mock --recompute-encoder 1",
+        lambda r: r.args.recompute_encoder and have_equal_images(r.args),
+    ),
+    with_graphs(
+        "--step-batch-size-schedule and images of several microbatches at once",
+        "steps run graphs of one size",
+        "--data mock --step-batch-size-schedule 0:32 --encoder-macro-batch 2",
+        lambda r: (
+            r.args.step_batch_size_schedule
+            and r.args.encoder_macro_batch > 1
+            and have_equal_images(r.args)
+        ),
     ),
     with_graphs(
         "--overlap-grad-reduce or --overlap-param-gather, and images that vary",
