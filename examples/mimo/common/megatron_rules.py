@@ -127,10 +127,9 @@ OF_MEGATRON = [
     ),
     not_local("--cuda-graph-impl local", f"{LOCAL} --cuda-graph-impl local"),
     with_graphs(
-        "--step-batch-size-schedule and a pipeline",
-        "each microbatch of a step has graphs of its own",
-        "--step-batch-size-schedule 0:32 --language pp=2",
-        lambda r: r.args.step_batch_size_schedule and r.layouts.language.pp > 1,
+        "--step-batch-size-schedule",
+        "steps run graphs of one size",
+        "--step-batch-size-schedule 0:32",
     ),
     refused(
         "--optimizer other than adam",

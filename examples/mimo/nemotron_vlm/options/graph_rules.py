@@ -59,16 +59,6 @@ OF_GRAPHS = [
         lambda r: r.args.recompute_encoder and have_equal_images(r.args),
     ),
     with_graphs(
-        "--step-batch-size-schedule and images of several microbatches at once",
-        "steps run graphs of one size",
-        "--data mock --step-batch-size-schedule 0:32 --encoder-macro-batch 2",
-        lambda r: (
-            r.args.step_batch_size_schedule
-            and r.args.encoder_macro_batch > 1
-            and have_equal_images(r.args)
-        ),
-    ),
-    with_graphs(
         "--overlap-grad-reduce or --overlap-param-gather, and images that vary",
         "new shapes need new kernels, and loading one waits for all work on the device",
         "--bf16 --dynamic-resolution --overlap-grad-reduce",

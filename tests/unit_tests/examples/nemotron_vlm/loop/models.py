@@ -146,7 +146,6 @@ ON_GPUS = {
     "local": on_gpus(LOCAL),
     "65 words on engine": on_gpus((*ENGINE, "--data", "mock", "--vocab-size", "65")),
     "two digits": on_gpus((*ENGINE, *TWO_DIGITS)),
-    "growing batch of two digits": on_gpus((*ENGINE, *TWO_DIGITS, *GROWING), samples=0, steps=4),
     "gated delta nets": on_gpus((*LOCAL, "--model", "tiny-gdn")),
     "partly text": on_gpus(ENGINE, source=PartlyText()),
     "partly text local": on_gpus(LOCAL, source=PartlyText()),

@@ -29,7 +29,6 @@ ON_ONE_GPU = [
     Row(1, "bf16 two digits", options=GRAPHS),
     Row(1, "bf16 two digits", options=ROUTER_GRAPHS),
     Row(1, "bf16 any size", options=(*GRAPHS, "--recompute-encoder", "1")),
-    Row(1, "growing batch of two digits", options=GRAPHS),
     Row(1, "bf16 packed", options=GRAPHS),
     Row(1, "bf16 packed, partly text", options=GRAPHS),
     Row(1, "bf16 two digits", options=GRAPHS, common=("--freeze", "encoder")),
