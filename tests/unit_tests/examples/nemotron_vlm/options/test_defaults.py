@@ -9,7 +9,6 @@ import torch
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.options import derived
-from examples.mimo.nemotron_vlm.options.run import Run
 from tests.unit_tests.examples.nemotron_vlm.options.test_run_rules import (
     ENGINE,
     FP8,
@@ -18,83 +17,92 @@ from tests.unit_tests.examples.nemotron_vlm.options.test_run_rules import (
     parsed,
 )
 
+GROUPED = "--device cuda --data mock --moe-grouped-gemm --bf16"
+CAPACITY = "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
+RECOMPUTE = "--recompute-granularity selective --recompute-modules moe_act"
+LOCAL = "--transformer-impl local --device cuda"
+MOCK = f"{GRAPHS} --data mock"
+PLAIN = f"{ENGINE} --bf16"
+CP = "--data digits --bf16 --language cp=2"
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ("--device cuda", 2),
-        ("", 1),
-        ("--device cuda --global-batch-size 8", 1),  # a step of one microbatch
-        ("--device cuda --language pp=2", 1),
-        ("--encoder-macro-batch 3", 3),
-    ],
-)
-def test_microbatches_encoded_at_once_by_default(options, expected):
-    found = Run.of(["--transformer-impl", "local", *options.split()], world_size=2)
-    assert found.args.encoder_macro_batch == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "at_once"),
-    [
-        ("--language pp=2", 1),
-        ("--language dp=4 --global-batch-size 48", 1),  # three microbatches
-        ("--language dp=4 --encoder-macro-batch 4", 4),  # a step has two
-    ],
-)
-def test_with_cuda_graphs_macro_batches_divide_a_step(options, at_once):
-    found = parsed(f"{GRAPHS} --data mock {options}", 4).args
-    assert found.encoder_macro_batch == at_once
+FACTS = {
+    # With graphs, macro-batches divide a step.
+    "at once": lambda run: run.args.encoder_macro_batch,
+    # With allgather, token counts stay on the device, which is faster.
+    "dispatcher": lambda run: run.args.moe_token_dispatcher_type,
+    # Packed rows are contiguous where states pass.
+    "tokens": lambda run: run.args.linear_cp_layout,
+    # Collectives overlap unless the host may load kernels amid them.
+    "overlap": lambda run: run.args.overlap_grad_reduce + run.args.overlap_param_gather,
+    # Without the preparation of the dispatch, graphs of routers do not join the stream of counts.
+    "graphs": lambda run: " ".join(part.name for part in run.configs.language.cuda_graph_modules),
+    # Encoders have graphs only if a backward follows; the language model has them in any case.
+    "encoder": lambda run: {part.cuda_graph_impl for part in run.configs.encoders[0].values()},
+    "language": lambda run: run.configs.language.cuda_graph_impl,
+    # With a pipeline each microbatch has graphs of its own, whose FP8 weights would grow old.
+    "no FP8 weights kept": lambda run: run.configs.language.disable_parameter_transpose_cache,
+}
 
 
 @pytest.mark.parametrize(
-    ("options", "dispatcher"),
+    ("line", "ranks", "fact", "expected"),
     [
-        ("--bf16", "allgather"),
-        ("--bf16 --moe-token-dispatcher-type alltoall", "alltoall"),
-        ("--bf16 --language ep=2", "alltoall"),
-        (f"--bf16 {GRAPHS}", "allgather"),
-        (f"--bf16 {GRAPHS} --language tp=2,ep=2,etp=1", "allgather"),
-        (f"--bf16 {GRAPHS} --language ep=4", "alltoall"),
-        (f"--bf16 {GRAPHS} --no-squared-relu --swiglu", "alltoall"),
-        ("--bf16 --moe-shared-expert-overlap", "alltoall"),
+        (LOCAL, 2, "at once", 2),
+        ("--transformer-impl local", 2, "at once", 1),
+        (f"{LOCAL} --global-batch-size 8", 2, "at once", 1),  # a step of one microbatch
+        (f"{LOCAL} --language pp=2", 2, "at once", 1),
+        (f"{LOCAL} --encoder-macro-batch 3", 2, "at once", 3),
+        (f"{MOCK} --language pp=2", 4, "at once", 1),
+        (f"{MOCK} --language dp=4 --global-batch-size 48", 4, "at once", 1),  # of three
+        (f"{MOCK} --language dp=4 --encoder-macro-batch 4", 4, "at once", 4),  # of two
+        (GROUPED, 4, "dispatcher", "allgather"),
+        (f"{GROUPED} --moe-token-dispatcher-type alltoall", 4, "dispatcher", "alltoall"),
+        (f"{GROUPED} --language ep=2", 4, "dispatcher", "alltoall"),
+        (f"{GROUPED} {GRAPHS} --language tp=2,ep=2,etp=1", 4, "dispatcher", "allgather"),
+        (f"{GROUPED} {GRAPHS} --language ep=4", 4, "dispatcher", "alltoall"),
+        (f"{GROUPED} {GRAPHS} --no-squared-relu --swiglu", 4, "dispatcher", "alltoall"),
+        (f"{GROUPED} --moe-shared-expert-overlap", 4, "dispatcher", "alltoall"),
+        (f"{GROUPED} {RECOMPUTE}", 4, "dispatcher", "alltoall"),
+        (f"{GROUPED} {GRAPHS} {CAPACITY}", 4, "dispatcher", "alltoall"),
+        (f"{GROUPED} {ENGINE} {FP8}", 4, "dispatcher", "alltoall"),
+        (f"{GROUPED} {ENGINE} {FP8} --fp8-parts encoder", 4, "dispatcher", "allgather"),
+        (f"{GROUPED} --placement non-colocated --language dp=2", 4, "dispatcher", "alltoall"),
+        (CP, 4, "tokens", "zigzag"),
+        (f"{CP} {GRAPHS}", 4, "tokens", "zigzag"),
+        (f"{CP} {PACK}", 4, "tokens", "contiguous"),
+        (f"{CP} {PACK} --linear-cp-layout zigzag", 4, "tokens", "zigzag"),
+        (f"{PLAIN} --dynamic-resolution", 1, "overlap", 2),
+        (f"{PLAIN} {MOCK}", 1, "overlap", 2),
+        (f"{PLAIN} {MOCK} --dynamic-resolution", 1, "overlap", 0),
+        (f"{PLAIN} {GRAPHS} --data digits", 1, "overlap", 0),
+        (f"{PLAIN} {GRAPHS} --data digits:2 --pack", 1, "overlap", 0),
+        (MOCK, 1, "graphs", "attn mamba moe_router moe_preprocess"),
         (
-            "--bf16 --recompute-granularity selective --recompute-modules moe_act",
-            "alltoall",
+            *(f"{MOCK} --cuda-graph-modules moe_router attn", 1),
+            *("graphs", "moe_router attn moe_preprocess"),
         ),
         (
-            f"--bf16 {GRAPHS} --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
-            "alltoall",
+            *(f"{MOCK} --bf16 --pack --moe-token-dispatcher-type alltoall", 1),
+            *("graphs", "mamba moe_router moe_preprocess"),
         ),
-        (f"{ENGINE} {FP8}", "alltoall"),
-        (f"{ENGINE} {FP8} --fp8-parts encoder", "allgather"),
-        ("--bf16 --placement non-colocated --language dp=2", "alltoall"),
+        (f"{GROUPED} {MOCK} --cuda-graph-modules attn moe", 1, "graphs", "attn moe"),
+        (MOCK, 1, "encoder", {"local"}),
+        (f"{MOCK} --freeze encoder", 1, "encoder", {"none"}),
+        (f"{MOCK} --freeze encoder", 1, "language", "local"),
+        (f"{MOCK} --freeze projector", 1, "encoder", {"local"}),
+        (f"{MOCK} --freeze language", 1, "encoder", {"local"}),
+        (f"{GRAPHS} {FP8} --language pp=1", 2, "no FP8 weights kept", False),
+        (f"{GRAPHS} {FP8} --language pp=2", 2, "no FP8 weights kept", True),
     ],
 )
-def test_token_counts_stay_on_the_device_where_it_is_faster(options, dispatcher, hopper):
-    line = f"--device cuda --data mock --moe-grouped-gemm {options}"
-    assert parsed(line, 4).args.moe_token_dispatcher_type == dispatcher
-
-
-@pytest.mark.parametrize(
-    ("options", "layout"),
-    [
-        ("", "zigzag"),
-        (GRAPHS, "zigzag"),
-        (PACK, "contiguous"),
-        (f"{PACK} --linear-cp-layout zigzag", "zigzag"),
-    ],
-)
-def test_packed_rows_are_contiguous_where_states_pass(options, layout):
-    line = f"--data digits --bf16 --language cp=2 {options}"
-    assert parsed(line, 4).args.linear_cp_layout == layout
+def test_a_default_follows_from_other_options(line, ranks, fact, expected, hopper):
+    assert FACTS[fact](parsed(line, ranks)) == expected
 
 
 @pytest.mark.parametrize("generation", [8, 10])
 def test_token_counts_stay_on_the_host_of_other_gpus(generation, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (generation, 0))
-    line = "--device cuda --data mock --moe-grouped-gemm --bf16"
-    assert parsed(line, 4).args.moe_token_dispatcher_type == "alltoall"
+    assert parsed(GROUPED, 4).args.moe_token_dispatcher_type == "alltoall"
 
 
 @pytest.mark.parametrize(
@@ -135,69 +143,17 @@ def test_the_loss(options, has_kernel, expected, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("modules", "captured"),
-    [
-        ("", "attn mamba moe_router"),
-        ("--cuda-graph-modules moe_router attn", "moe_router attn"),
-        ("--bf16 --pack --moe-token-dispatcher-type alltoall", "mamba moe_router"),
-    ],
+    "options",
+    [FP8, "--bf16 --moe-token-dispatcher-type alltoall", "--moe-token-dispatcher-type allgather"],
 )
-def test_graphs_of_routers_have_the_preparation_of_the_dispatch(modules, captured, hopper):
-    """Without it, the dispatcher copies counts on a stream that the capture does not join."""
-    found = Run.of(f"{GRAPHS} --data mock {modules}".split(), world_size=1).configs.language
-    names = [module.name for module in found.cuda_graph_modules]
-    assert names == [*captured.split(), "moe_preprocess"]
-
-
-@pytest.mark.parametrize(
-    ("options", "is_taken"),
-    [
-        ("--bf16", True),
-        (f"{FP8} --moe-token-dispatcher-type allgather", True),
-        (FP8, False),
-        ("--bf16 --moe-token-dispatcher-type alltoall", False),
-        ("--moe-token-dispatcher-type allgather", False),
-    ],
-)
-def test_cuda_graphs_have_whole_moe_layers_whose_counts_stay_on_the_device(
-    options, is_taken, hopper
-):
+def test_cuda_graphs_of_moe_layers_whose_counts_are_on_the_host_are_refused(options, hopper):
     line = f"{GRAPHS} --data mock --moe-grouped-gemm --cuda-graph-modules attn moe {options}"
-    if is_taken:
-        found = Run.of(line.split(), world_size=1).configs.language
-        assert [module.name for module in found.cuda_graph_modules] == ["attn", "moe"]
-        return
     with pytest.raises(UserError, match="^--cuda-graph-modules moe needs token counts that"):
-        Run.of(line.split(), world_size=1)
+        parsed(line, 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "overlaps"),
-    [("--data mock", True), ("--dynamic-resolution", True), (f"{GRAPHS} --data mock", True)]
-    + [(f"{GRAPHS} --data mock --dynamic-resolution", False), (f"{GRAPHS} --data digits", False)]
-    + [(f"{GRAPHS} --data digits:2 --pack", False)],
-)
-def test_collectives_overlap_unless_the_host_may_load_kernels_amid_them(options, overlaps, hopper):
-    line = f"--device cuda --transformer-impl transformer_engine --bf16 {options}"
-    args = Run.of(line.split(), world_size=1).args
-    assert (args.overlap_grad_reduce, args.overlap_param_gather) == (overlaps, overlaps)
-
-
-@pytest.mark.parametrize(
-    ("frozen", "captured"),
-    [("", True), ("encoder", False), ("projector", True), ("language", True)],
-)
-def test_encoders_have_graphs_only_if_a_backward_follows(frozen, captured, hopper):
-    """The language model has graphs in any case, as what comes before it is trained."""
-    configs = Run.of(f"{GRAPHS} --data mock --freeze={frozen}".split(), world_size=1).configs
-    (encoder,) = configs.encoders
-    impls = {each.cuda_graph_impl for each in encoder.values()}
-    assert impls == {"local" if captured else "none"}
-    assert configs.language.cuda_graph_impl == "local"
-
-
-@pytest.mark.parametrize(("pp", "is_kept"), [(1, True), (2, False)])
-def test_no_weights_in_fp8_are_kept_for_the_graphs_of_other_microbatches(pp, is_kept, hopper):
-    """With a pipeline each microbatch has graphs of its own, whose weights would grow old."""
-    line = f"{GRAPHS} {FP8} --language pp={pp}"
-    assert parsed(line, 2).configs.language.disable_parameter_transpose_cache is not is_kept
+@pytest.mark.parametrize("options", [FP8, "--bf16 --moe-token-dispatcher-type alltoall", "--fp16"])
+def test_graphs_of_moe_layers_whose_counts_are_on_the_host_are_refused(options, hopper):
+    line = f"{MOCK} --moe-grouped-gemm --cuda-graph-modules attn moe {options}"
+    with pytest.raises(UserError, match="^--cuda-graph-modules moe needs token counts that"):
+        parsed(line, 1)

@@ -20,20 +20,6 @@ from examples.mimo.nemotron_vlm.options.environment import at_start
 from examples.mimo.pretrain_nemotron_vlm import ALONE, GPU_KERNELS, ROOT
 
 
-@pytest.mark.parametrize(
-    ("line", "uses"),
-    [
-        ("--device cuda --bf16", True),
-        ("", False),
-        ("--device cpu", False),
-        ("--dry-run --device cuda", False),
-        ("--plan 64 --device=cuda", False),
-    ],
-)
-def test_only_training_on_gpus_sees_them(line, uses):
-    assert at_start(line.split())[0] is uses
-
-
 def test_a_process_alone_waits_for_no_store_of_an_agent(monkeypatch):
     """The converter's ``verify`` under `tests.ranks`."""
     for name, value in ({"TORCHELASTIC_USE_AGENT_STORE": "True"} | ALONE).items():
@@ -42,50 +28,57 @@ def test_a_process_alone_waits_for_no_store_of_an_agent(monkeypatch):
 
 
 CONNECTIONS, LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
-
-STARTS = [
-    ("", {CONNECTIONS: "1"}),
-    ("--language pp=2 --cuda-graph-impl local", {CONNECTIONS: "8", LOADING: "EAGER"}),
-    ("--language=pp=2,cp=2 --cuda-graph-impl=local", {CONNECTIONS: "1", LOADING: "EAGER"}),
-    ("--cuda-graph-impl local", {CONNECTIONS: "8", LOADING: "EAGER"}),
-    ("--cuda-graph-impl local --language planned", {CONNECTIONS: "1", LOADING: "EAGER"}),
-]
-"""Command lines, and the variables that CUDA has to find when it starts."""
+GRAPHS = "--device=cuda --cuda-graph-impl"
 
 
-def _started(tmp_path, line, **environment):
-    """The environment in which the program imports the first library that reads it."""
+@pytest.mark.parametrize(
+    ("line", "uses_gpus", "connections", "loading"),
+    [
+        ("--device cuda --bf16", True, "1", None),
+        ("", False, "1", None),
+        ("--dry-run --device cuda", False, "1", None),
+        ("--plan 64 --device=cuda", False, "1", None),
+        (f"{GRAPHS} local --language pp=2", True, "8", "EAGER"),
+        (f"{GRAPHS}=local --language=pp=2,cp=2", True, "1", "EAGER"),
+        (f"{GRAPHS} local --language planned", True, "1", "EAGER"),
+        ("--config run.yaml", True, "8", "EAGER"),
+        ("--config run.yaml --device cpu", False, "8", "EAGER"),
+    ],
+)
+def test_only_training_on_gpus_sees_them_and_graphs_have_variables_of_their_own(
+    line, uses_gpus, connections, loading, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("device: cuda\ncuda_graph_impl: local\n")
+    monkeypatch.delenv(CONNECTIONS)
+    uses, variables = at_start(line.split())
+    assert uses is uses_gpus
+    assert (variables[CONNECTIONS], variables.get(LOADING)) == (connections, loading)
+
+
+def test_the_environment_is_set_before_a_library_that_reads_it_is_imported(tmp_path):
+    """What the user has set is kept. Kernels of hosts are apart: on a network file system, a file
+    that another host replaces cannot be read on."""
     noted = "import json, os\nprint(json.dumps(dict(os.environ)))\nos._exit(0)\n"
     for name in ("torch", "triton", "transformer_engine"):
         (tmp_path / f"{name}.py").write_text(noted)
-    unset = {CONNECTIONS, LOADING, "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "NVTE_FRAMEWORK"}
+    unset = {LOADING, "TORCHINDUCTOR_CACHE_DIR", "NVTE_FRAMEWORK"}
     kept = {name: value for name, value in os.environ.items() if name not in unset}
+    given = {CONNECTIONS: "32", "TRITON_CACHE_DIR": "/kernels"}
+    program = ROOT / "examples/mimo/pretrain_nemotron_vlm.py"
     done = subprocess.run(
-        [sys.executable, ROOT / "examples/mimo/pretrain_nemotron_vlm.py", *line.split()],
+        [sys.executable, program, *f"{GRAPHS} local".split()],
         capture_output=True,
         text=True,
-        env=kept | {"PYTHONPATH": str(tmp_path)} | environment,
+        env=kept | {"PYTHONPATH": str(tmp_path)} | given,
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-class TestEnvironment:
-    @pytest.mark.parametrize(("line", "expected"), STARTS)
-    def test_is_set_before_a_library_that_reads_it_is_imported(self, tmp_path, line, expected):
-        found = _started(tmp_path, f"--device cuda {line}")
-        assert {n: found[n] for n in (CONNECTIONS, LOADING) if n in found} == expected
-        assert found["NVTE_FRAMEWORK"] == "pytorch" and found["TRITON_CACHE_AUTOTUNING"] == "1"
-
-    def test_keeps_what_the_user_has_set_and_kernels_of_hosts_apart(self, tmp_path):
-        """On a network file system, a file that another host replaces cannot be read on."""
-        given = {CONNECTIONS: "32", "TRITON_CACHE_DIR": "/kernels"}
-        found = _started(tmp_path, "--device cuda", **given)
-        assert {name: found[name] for name in given} == given
-        assert Path(found["TORCHINDUCTOR_CACHE_DIR"]).parent.name == os.uname().nodename
-        found = _started(tmp_path, "")
-        assert Path(found["TRITON_CACHE_DIR"]).parent.name == os.uname().nodename
+    found = json.loads(done.stdout)
+    assert {name: found[name] for name in given} == given
+    assert (found[LOADING], found["NVTE_FRAMEWORK"]) == ("EAGER", "pytorch")
+    assert found["TRITON_CACHE_AUTOTUNING"] == "1"
+    assert Path(found["TORCHINDUCTOR_CACHE_DIR"]).parent.name == os.uname().nodename
 
 
 def test_cpu_ranks_leave_installed_gpu_kernels_alone(tmp_path):
@@ -120,7 +113,10 @@ LOST = "[/pytorch/third_party/gloo/x.cc:5] Connection closed by peer [127.0.0.1]
 def test_an_error_is_one_line_that_torchruns_report_repeats(
     error, code, line, tmp_path, monkeypatch, capsys
 ):
+    """Also that of a process which a launched rank starts: torchrun has not started that one."""
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv(errors.LAUNCHED, "1")
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(errors, "GRACE_S", 0)
     assert end_rank(error) == code
@@ -133,20 +129,7 @@ def test_an_error_is_one_line_that_torchruns_report_repeats(
     assert last.endswith(said[-1] if said else "layout")
 
 
-def test_a_process_inside_a_launched_rank_reports_its_own_error(monkeypatch, capsys):
-    """It inherits the launcher's variable, but torchrun has not started it."""
-    for name in list(os.environ):
-        if name.startswith("TORCHELASTIC_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv(errors.LAUNCHED, "1")
-    assert end_rank(UserError("no such option")) == 2
-    assert capsys.readouterr().err == "error: no such option\n"
-
-
 RANKS = {
-    "refuse": ("raise UserError('no such option')", 2, "error: no such option", 1),
-    "read": ("rank == 1 and fail(UserError('no data', 1))", 2, "error: rank 1: no data", 1),
     "read twice": ("rank == 1 and fail(UserError('no data', 1))", 2, "error: rank 1: no data", 2),
     "reject": ("sys.exit(17)", 17, f"error: {errors.NOT_FINITE}", 1),
     "raise": ("rank == 1 and 1 / 0", 1, "error: rank 1: ZeroDivisionError: division by zero", 2),
