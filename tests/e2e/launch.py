@@ -88,17 +88,16 @@ def _rank(arguments: list[str], directory: str) -> None:
     (own / "code").write_text(str(code))
 
 
-def faulty_ranks(errors: Path, fault: dict, arguments: list[str], restarts: int) -> None:
+def faulty_ranks(errors: Path, fault: str, arguments: list[str], restarts: int) -> None:
     """Be the agent of two ranks with a fault; their error output goes to the file."""
     os.chdir(CHECKOUT)
     for descriptor, path in ((1, os.devnull), (2, errors)):
         with open(path, "w") as file:
             os.dup2(file.fileno(), descriptor)
-    sys.exit(run_ranks(2, faulty_rank, fault, arguments, restarts=restarts))
+    sys.exit(run_ranks(2, _faulty_rank, fault, arguments, restarts=restarts))
 
 
-def faulty_rank(fault: dict | None, arguments: list[str]) -> None:
-    """Be a rank that has the fault, if it is the fault's rank."""
+def _faulty_rank(fault: str, arguments: list[str]) -> None:
     from tests.e2e.faulty_rank import train
 
     train(fault, arguments)

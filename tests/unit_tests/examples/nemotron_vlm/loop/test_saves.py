@@ -4,8 +4,10 @@
 of its files: the run goes on."""
 
 import functools
+import re
 import tempfile
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -13,16 +15,18 @@ from types import ModuleType
 from typing import NamedTuple
 from unittest import mock
 
+import psutil
 import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.loop.resume_rules import check_resume
+from examples.mimo.nemotron_vlm.options import rules
 from examples.mimo.nemotron_vlm.options.run import Run
 from megatron.core.dist_checkpointing import parallel_manifest, serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.training import checkpointing
+from megatron.training import checkpointing, training
 from megatron.training.checkpointing import get_checkpoint_tracker_filename as tracker_of
 from megatron.training.global_vars import get_args
 from tests.e2e.test_faults import assert_whole, newest
@@ -127,6 +131,39 @@ def test_a_step_is_saved_once(tmp_path):
     with mock.patch.object(checkpointing, "whole_file", wraps=checkpointing.whole_file) as written:
         trajectory(*SAVES, str(tmp_path), *growing, steps=3)
     assert newest(tmp_path) == 3 and written.call_count == 3
+
+
+@requires_world_size(1)
+def test_after_the_writers_death_a_save_fails_and_later_ones_are_synchronous(
+    tmp_path, monkeypatch, capfd
+):
+    """The program refuses asynchronous saves on a CPU: training would change the tensors while they
+    are written. Here a pause before each step leaves the processor to the process that writes."""
+    monkeypatch.setattr(rules, "RULES", [r for r in rules.RULES if r.title != "--async-save"])
+    take, killed = training.train_step, []
+
+    @functools.wraps(take)
+    def paused(*arguments, **named):
+        started = psutil.Process().children(recursive=True)
+        if writers := [each for each in started if each.nice() == 10 and not killed]:
+            killed.append(min(writers, key=psutil.Process.create_time))  # it may have started one
+            killed[0].kill()
+        time.sleep(0.2)
+        return take(*arguments, **named)
+
+    monkeypatch.setattr(training, "train_step", paused)
+    writer = "--async-save", "--async-ckpt-io-priority", "2"  # a niceness of 10
+    saves = "--micro-batch-size", "16", "--save-interval", "3", "--save", str(tmp_path)
+    trajectory("--global-batch-size", "16", *saves, *writer, "--train-iters", "12")
+    out, said = capfd.readouterr()
+    failed = re.findall(r"step (\d+) was not saved: rank 0: its writing process has ended; ", said)
+    later = re.findall(r"step (\d+) was not saved: the save before it failed; ", said)
+    assert failed == ["3"] and later in ([], ["6"])  # the one after it may have been under way
+    assert out.count("scheduled an async checkpoint save") == 1 + len(later)
+    made = {int(path.name[5:]) for path in tmp_path.glob("iter_*")}
+    assert made == {3, 6, 9, 12} - {int(step) for step in failed + later}
+    for step in made:
+        assert_whole(tmp_path / f"iter_{step:07d}", ranks=1)
 
 
 @requires_world_size(2)
