@@ -242,6 +242,21 @@ class TestReader:
         found = reader(wrong, None, SEQ_LENGTH)[one_take([[7]], [])]
         assert found.startswith("sample 7 of train has 0 tokens of images for")
 
+    def test_texts_are_read_once_and_inputs_where_they_are_encoded(self, monkeypatch):
+        """With CP, also the texts of samples that others consume, for the owners of their rows."""
+        reads = Counter()
+        for name in ("text", "tiles"):
+            read = getattr(DigitStrips, name)
+
+            def counted(source, split, number, read=read, name=name):
+                reads[name, number] += 1
+                return read(source, split, number)
+
+            monkeypatch.setattr(DigitStrips, name, counted)
+        one = one_take([[3, 5]], [InputRange(9, 0, 1)], [TOKENS_PER_TILE], [0])
+        assert "batch_plan" in reader(self.SOURCE, Packing(8, 8), 64)[one]
+        assert reads == Counter([("text", 3), ("text", 5), ("text", 9), ("tiles", 9)])
+
     def test_packed_samples_lie_end_to_end_and_each_begins_at_position_0(self):
         packing = Packing(window=8, multiple=8)
         batch = reader(self.SOURCE, packing, 64)[one_take([[3, 5]], [], [0], [0])]

@@ -5,7 +5,6 @@
 import contextlib
 import errno
 import io
-import os
 import sys
 import tarfile
 from collections import Counter
@@ -166,13 +165,10 @@ class ShardReads:
 
     images: how often each image was read, by ``shard/key``. failing: number of reads that are still
     to fail, by the shard's name.
-
-    Args:
-        log: file that gets a line of each read, also of processes that are forked.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, log: Path = Path(os.devnull)) -> None:
-        self.images, self.failing, self._log = Counter(), Counter(), log
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.images, self.failing = Counter(), Counter()
         extract = ITarFile.extractfile
 
         def recorded(shard: ITarFile, member: tarfile.TarInfo):
@@ -180,17 +176,8 @@ class ShardReads:
             if self.failing[name]:
                 self.failing[name] -= 1
                 raise OSError(errno.EIO, "Input/output error")
-            kind = "text" if member.name.endswith((".json", ".txt")) else "image"
-            key = f"{name}/{member.name.partition('.')[0]}"
-            if kind == "image":
-                self.images[key] += 1
-            with log.open("a") as file:
-                file.write(f"{kind} {key}\n")
+            if not member.name.endswith((".json", ".txt")):
+                self.images[f"{name}/{member.name.partition('.')[0]}"] += 1
             return extract(shard, member)
 
         monkeypatch.setattr(ITarFile, "extractfile", recorded)
-
-    def of_processes(self, kind: str) -> Counter[str]:
-        """Return how often each text or image was read, by ``shard/key``, from the log."""
-        lines = self._log.read_text().splitlines() if self._log.exists() else []
-        return Counter(line.removeprefix(f"{kind} ") for line in lines if line.startswith(kind))

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """EnergonSource: what is read of each sample, how often, and blends."""
 
-import itertools
 import json
 import pickle
 from collections import Counter
@@ -12,11 +11,9 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-import torch.distributed as dist
 import yaml
 from PIL import Image
 
-from examples.mimo.common.steps import training_steps
 from examples.mimo.nemotron_vlm.energon import survey as surveys
 from examples.mimo.nemotron_vlm.energon.store import PAUSES_S
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
@@ -31,15 +28,11 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     ShardReads,
     image,
     make_shard,
-    names,
     omni,
-    shared_digits,
     source,
     survey,
 )
 from tests.unit_tests.examples.nemotron_vlm.energon.media_files import mp4, sound
-from tests.unit_tests.examples.nemotron_vlm.runs import options_of, session_of
-from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 TRAIN, OTHERS = 84, 21
 IMAGES_ROWS = tiny_omni().with_images_of_any_size().images.rows
@@ -208,51 +201,3 @@ def test_a_read_that_fails_for_good_is_awaited_once_and_blames_no_data(copied, m
     assert source(copied).left_out("train") == {"unreadable shard": 24}
     reads.failing.clear()
     assert len(opened.text("train", 4))
-
-
-@requires_world_size(8)
-class TestEightRanks:
-    """Reads of loading processes in two steps, sample by sample."""
-
-    RUN = "--train-iters 2 --global-batch-size 28 --seq-length 64 --seed 3 --data energon:{data}"
-    RUN += " --tokenizer-model {data}/tokenizer"
-
-    @pytest.fixture(scope="class")
-    def data(self):
-        with shared_digits(samples=96) as made:
-            yield made
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            "--encoder tp=2,dp=4 --language cp=2,pp=2,dp=2 --num-workers 1 --micro-batch-size 1 "
-            "--pack --global-batch-size 4",
-            "--encoder tp=2,dp=4 --language tp=2,dp=4 --num-workers 2 --micro-batch-size 1 "
-            "--dynamic-resolution",
-            "--placement non-colocated --encoder tp=4 --language cp=2,pp=2 --num-workers 2",
-        ],
-    )
-    def test_read_a_text_once_and_an_image_once_where_it_is_encoded(
-        self, options, data, shared_path, monkeypatch
-    ):
-        reads = ShardReads(monkeypatch, shared_path / f"reads-{Utils.rank}")
-        rows, encoded = set(), set()
-        line = f"{self.RUN.format(data=data)} {options}"
-        with session_of(options_of(*line.split())) as session:
-            loading, layouts = session.loading, session.run.layouts
-            all_takes = loading._takes("train", training_steps(loading.args, loading._dp))
-            takes = list(itertools.islice(all_takes, 2 * layouts.num_microbatches))
-            monkeypatch.setattr(loading, "_takes", lambda *_: iter(takes))  # none is read ahead
-            batches = loading.training()
-            for take in takes:
-                next(batches)
-                rows |= {*itertools.chain(*take.rows)}
-                encoded |= {one.sample for one in take.shares[IMAGES].ranges or ()}
-            wanted = {
-                kind: Counter(names(loading.reader.source, "train", numbers))
-                for kind, numbers in (("text", rows | encoded), ("image", encoded))
-            }
-        everywhere = [Counter()] * Utils.world_size
-        dist.all_gather_object(everywhere, Counter(encoded))
-        assert {kind: reads.of_processes(kind) for kind in wanted} == wanted
-        assert min(sum(everywhere, Counter()).values()) >= layouts.encoders[0].tp
