@@ -133,6 +133,25 @@ def optimizer_state(run) -> list[torch.Tensor]:
     return found
 
 
+def all_state(run) -> list[torch.Tensor]:
+    """Weights, and what `optimizer_state` returns."""
+    weights = [p.detach().cpu() for stage in run.stages for p in stage.parameters()]
+    return weights + optimizer_state(run)
+
+
+def saved_after_two_steps(options, path: Path, look) -> tuple[list[torch.Tensor], list[float]]:
+    """Save a run; return what there is to look at then, and the losses of the next two steps."""
+    with trainer(*options) as run:
+        for _ in range(2):
+            run.train_step()
+        run.save(path)
+        return look(run), [run.train_step()["loss"] for _ in range(2)]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
 def on_one_and_two_gpus(language: str) -> pytest.MarkDecorator:
     """Run a test with ``layout``, the options of one GPU, and of two with this language layout."""
     two = ("--encoder", "dp=2", "--language", language)
@@ -146,16 +165,10 @@ def on_one_and_two_gpus(language: str) -> pytest.MarkDecorator:
 @on_one_and_two_gpus("tp=2,ep=2,etp=1")
 def test_adam_resumes_bit_for_bit(layout, shared_path):
     options = (*layout, *ENGINE, "--bf16", "--micro-batch-size", "8")
-    with trainer(*options) as run:
-        for _ in range(2):
-            run.train_step()
-        run.save(shared_path)
-        saved, after = optimizer_state(run), run.train_step()
+    saved, (after, _) = saved_after_two_steps(options, shared_path, optimizer_state)
     with trainer(*options, "--load", str(shared_path)) as run:
-        loaded = optimizer_state(run)
-        assert len(loaded) == len(saved) > 10
-        assert all(torch.equal(one, other) for one, other in zip(loaded, saved, strict=True))
-        assert run.train_step()["loss"] == after["loss"]
+        assert len(saved) > 10 and equal(optimizer_state(run), saved)
+        assert run.train_step()["loss"] == after
 
 
 AWARE = ("--use-precision-aware-optimizer",)
@@ -180,14 +193,10 @@ def master_weights(run) -> list[torch.Tensor]:
 def test_master_weights_in_files_are_whole(before, after, shared_path):
     """The precision-aware optimizer keeps half of each master weight, and Megatron's keeps all."""
     options = (*ENGINE, "--bf16", "--micro-batch-size", "8")
-    with trainer(*options, *before) as run:
-        for _ in range(2):
-            run.train_step()
-        run.save(shared_path)
-        expected = master_weights(run)
+    expected, _ = saved_after_two_steps((*options, *before), shared_path, master_weights)
     with trainer(*options, *after, "--load", str(shared_path)) as run:
         found = master_weights(run)
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert equal(found, expected)
     assert any(not torch.equal(each, each.bfloat16().float()) for each in found)
 
 
@@ -205,11 +214,7 @@ TYPES = """--use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dty
 )
 def test_goes_on_in_another_precision(before, after, sizes, shared_path, capsys):
     options = (*ENGINE, "--bf16", "--micro-batch-size", "8", *sizes)
-    with trainer(*options, *before) as run:
-        for _ in range(2):
-            run.train_step()
-        run.save(shared_path)
-        expected = [run.train_step()["loss"] for _ in range(2)]
+    _, expected = saved_after_two_steps((*options, *before), shared_path, lambda run: [])
     with trainer(*options, *after, "--load", str(shared_path)) as run:
         assert run.step == 2
         records = [run.train_step() for _ in range(2)]
@@ -263,8 +268,7 @@ def test_state_on_the_host_changes_no_bit(layout, shared_path, monkeypatch):
             filled_gradients(run)
             for _ in range(3):
                 assert not run.train_step()["skipped"]
-                weights = [p.detach().cpu() for stage in run.stages for p in stage.parameters()]
-                found.append(weights + optimizer_state(run))
+                found.append(all_state(run))
             parts = [part for leaf in run.optimizer._leaves for part in leaf._in_parts.parts]
             held = [part.held is not None and part.held.is_pinned() for part in parts]
             assert any(held) == bool(more) and len(held) > 10 and not all(held)
@@ -273,12 +277,9 @@ def test_state_on_the_host_changes_no_bit(layout, shared_path, monkeypatch):
         return found
 
     expected, found = states(), states(*OFFLOAD, "0.5")
-    for own, other in zip(found, expected, strict=True):
-        assert all(torch.equal(*pair) for pair in zip(own, other, strict=True))
+    assert all(map(equal, found, expected)) and len(found) == 3
     with trainer(*options, *OFFLOAD, "1", "--load", str(shared_path)) as run:
-        weights = [p.detach().cpu() for stage in run.stages for p in stage.parameters()]
-        loaded = weights + optimizer_state(run)
-        assert all(torch.equal(*pair) for pair in zip(loaded, expected[-1], strict=True))
+        assert equal(all_state(run), expected[-1])
         assert not run.train_step()["skipped"]
 
 
@@ -291,13 +292,11 @@ def test_kept_slices_and_steps_in_parts_change_no_bit(types, monkeypatch):
         with trainer(*ENGINE, "--bf16", "--micro-batch-size", "8", *types) as run:
             filled_gradients(run)
             assert not any(run.train_step()["skipped"] for _ in range(3))
-            weights = [p.detach().cpu() for stage in run.stages for p in stage.parameters()]
-            return weights + optimizer_state(run)
+            return all_state(run)
 
     monkeypatch.setattr(leaf_optimizer, "MOST", 100_000)
     found = state_after_steps()
     monkeypatch.setattr(leaf_optimizer, "MOST", 1 << 60)
     monkeypatch.setattr(leaf_optimizer.LeafOptimizer, "keeps_slices", False)
     expected = state_after_steps()
-    assert len(found) == len(expected) > 10
-    assert all(torch.equal(own, other) for own, other in zip(found, expected, strict=True))
+    assert len(found) > 10 and equal(found, expected)
