@@ -6,6 +6,7 @@ That parts train as on one rank is in rows.py.
 """
 
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -152,43 +153,32 @@ class TestFP8:
             assert images["encoder"].fp8_recipe == "tensorwise"
 
     @pytest.mark.parametrize(
-        ("line", "found"),
+        ("ranks", "line", "found"),
         [
-            ("2", "44 · --micro-batch-size 2 / cp=1 = 88 tokens must be a multiple of 16"),
-            ("4", ""),
-            ("4 --language cp=2", "4 / cp=2 = 88 tokens must be a multiple of 16"),
-            ("4 --language tp=4", "176 tokens must be a multiple of 32 with .* tp=4"),
-            ("4 --fp8-recipe mxfp8", "a multiple of 32 with --fp8-recipe mxfp8"),
-            ("4 --eval-iters 1 --eval-micro-batch-size 2", "--eval-micro-batch-size 2 / cp=1 = 88"),
+            (4, "44 --micro-batch-size 2", "44 · .*-size 2 / cp=1 = 88 tokens .* a multiple of 16"),
+            (4, "44 --micro-batch-size 4", ""),
+            (4, "44 --micro-batch-size 4 --language cp=2", "4 / cp=2 = 88 tokens must be a"),
+            (4, "44 --micro-batch-size 4 --language tp=4", "176 tokens .* of 32 with .* tp=4"),
+            (4, "44 --micro-batch-size 4 --fp8-recipe mxfp8", "multiple of 32 with --fp8-rec"),
+            (4, "44 --micro-batch-size 4 --eval-iters 1 --eval-micro-batch-size 2", "2 / cp=1 = "),
+            (8, "64", ""),
+            (8, "64 --language tp=4", "language: rows of Mamba's input projection / tp=4 = 104"),
+            (8, "64 --encoder tp=8", "images:encoder: attention heads · channels / tp=8 = 8"),
+            (8, "64 --encoder tp=8 --fp8-parts language", ""),
+            (8, "64 --hybrid-layer-pattern M*- --ffn-hidden-size 72", "FFN rows / tp=1 = 72"),
+            (8, "64 --moe-ffn-hidden-size 72", "FFN rows of an expert / etp=1 = 72"),
+            (8, "64 --moe-latent-size 24 --te-precision-config-file r.yaml", ""),
+            (8, "64 --fp8-recipe mxfp8 --language tp=2", "208 must be a multiple of 32"),
         ],
     )
-    def test_tokens_that_its_products_do_not_take_are_refused(self, line, found, hopper):
-        line = f"{ENGINE} {FORMAT} --seq-length 44 --micro-batch-size {line}"
-        refused = pytest.raises(UserError, match=f"^--fp8-format: .*{found}")
-        with refused if found else nullcontext():
-            Run.of(line.split(), world_size=4)
-
-    @pytest.mark.parametrize(
-        ("line", "found"),
-        [
-            ("", ""),
-            ("--language tp=4", "language: rows of Mamba's input projection / tp=4 = 104"),
-            ("--encoder tp=8", "images:encoder: attention heads · channels / tp=8 = 8"),
-            ("--encoder tp=8 --fp8-parts language", ""),
-            ("--hybrid-layer-pattern M*- --ffn-hidden-size 72", "FFN rows / tp=1 = 72"),
-            ("--moe-ffn-hidden-size 72", "FFN rows of an expert / etp=1 = 72"),
-            ("--moe-latent-size 24 --te-precision-config-file {}/r.yaml", ""),
-            ("--fp8-recipe mxfp8 --language tp=2", "208 must be a multiple of 32"),
-        ],
-    )
-    def test_features_that_its_products_do_not_take_are_refused(
-        self, line, found, hopper, tmp_path
+    def test_tokens_and_features_that_its_products_do_not_take_are_refused(
+        self, ranks, line, found, hopper, tmp_path, monkeypatch
     ):
-        (tmp_path / "r.yaml").write_text("configs: {}\nmatchers: {}\n")
+        monkeypatch.chdir(tmp_path)
+        Path("r.yaml").write_text("configs: {}\nmatchers: {}\n")
         refused = pytest.raises(UserError, match=f"^--fp8-format: .*{found}")
         with refused if found else nullcontext():
-            line = f"{ENGINE} {FORMAT} --seq-length 64 {line.format(tmp_path)}"
-            Run.of(line.split(), world_size=8)
+            Run.of(f"{ENGINE} {FORMAT} --seq-length {line}".split(), ranks)
 
     @requires_world_size(1)
     @pytest.mark.parametrize(("tiles", "recipe"), [(0, "tensorwise"), (1, "mxfp8"), (3, "delayed")])

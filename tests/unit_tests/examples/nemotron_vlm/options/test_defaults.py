@@ -23,6 +23,8 @@ RECOMPUTE = "--recompute-granularity selective --recompute-modules moe_act"
 LOCAL = "--transformer-impl local --device cuda"
 MOCK = f"{GRAPHS} --data mock"
 PLAIN = f"{ENGINE} --bf16"
+SAVES = "--device cuda --save saved"
+OFFLOAD = "--optimizer-cpu-offload --use-precision-aware-optimizer"
 CP = "--data digits --bf16 --language cp=2"
 
 FACTS = {
@@ -39,6 +41,7 @@ FACTS = {
     # Encoders have graphs only if a backward follows; the language model has them in any case.
     "encoder": lambda run: {part.cuda_graph_impl for part in run.configs.encoders[0].values()},
     "language": lambda run: run.configs.language.cuda_graph_impl,
+    "asynchronous": lambda run: run.args.async_save + run.args.use_persistent_ckpt_worker,
     # With a pipeline each microbatch has graphs of its own, whose FP8 weights would grow old.
     "no FP8 weights kept": lambda run: run.configs.language.disable_parameter_transpose_cache,
 }
@@ -91,12 +94,25 @@ FACTS = {
         (f"{MOCK} --freeze encoder", 1, "language", "local"),
         (f"{MOCK} --freeze projector", 1, "encoder", {"local"}),
         (f"{MOCK} --freeze language", 1, "encoder", {"local"}),
+        ("--device cuda", 1, "asynchronous", 0),  # nothing is saved
+        ("--save saved", 1, "asynchronous", 0),
+        (SAVES, 1, "asynchronous", 2),
+        (f"{SAVES} --no-async-save", 1, "asynchronous", 0),
+        (f"{SAVES} --skip-train", 1, "asynchronous", 0),
+        (f"{SAVES} --exit-signal-handler --exit-signal SIGUSR1", 1, "asynchronous", 2),
+        (f"{SAVES} --exit-signal-handler", 1, "asynchronous", 0),
+        (f"{SAVES} --bf16 --dry-run 1 {OFFLOAD}", 1, "asynchronous", 0),
         (f"{GRAPHS} {FP8} --language pp=1", 2, "no FP8 weights kept", False),
         (f"{GRAPHS} {FP8} --language pp=2", 2, "no FP8 weights kept", True),
     ],
 )
 def test_a_default_follows_from_other_options(line, ranks, fact, expected, hopper):
     assert FACTS[fact](parsed(line, ranks)) == expected
+
+
+def test_saves_are_synchronous_where_memory_has_segments_that_grow(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert not parsed(SAVES, 1).args.async_save
 
 
 @pytest.mark.parametrize("generation", [8, 10])
