@@ -140,12 +140,10 @@ ON_CPUS = {
         Row(4, "packed", "dp=4", "cp=2,dp=2,ep=2", ZIGZAG),
     ],
     "packed rows": [
-        Row(8, "packed", "tp=2,dp=4", "cp=2,pp=2,dp=2,ep=2"),
         Row(4, "packed", "dp=4", "cp=2,pp=2,dp=1", WORKERS),
         Row(4, "packed", "dp=2", "dp=2", APART),
     ],
     "images of any size": [
-        Row(8, "packed images of any size", "tp=2,dp=4", "cp=2,pp=2,dp=2,ep=2"),
         Row(4, "packed images of any size", "dp=4", PIPELINE, RECOMPUTE, ("--freeze", "encoder")),
         Row(4, "packed images of any size", "pp=2,dp=1", "cp=2,dp=1,ep=2", APART),
         Row(2, "digits of any size", "dp=2", "tp=2,dp=1", then=(("tp=2", "dp=2", ()),)),

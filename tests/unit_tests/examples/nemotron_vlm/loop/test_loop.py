@@ -10,15 +10,12 @@ import signal
 import time
 from importlib.util import find_spec
 
-import numpy as np
 import psutil
 import pytest
 
 from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.loop import forward_step
-from examples.mimo.nemotron_vlm.loop.forward_step import (
-    run_microbatch,
-)
+from examples.mimo.nemotron_vlm.loop.forward_step import run_microbatch
 from examples.mimo.nemotron_vlm.model.encoders.sound import SoundEncoder
 from examples.mimo.nemotron_vlm.model.encoders.stage import EncoderStage
 from megatron.core.models.mimo.model.base import MimoModel
@@ -121,14 +118,8 @@ def test_encoders_without_an_input_run_at_a_steps_ends_alone(monkeypatch):
     assert len(skipped) == len(runs) - len(set(blank) - ends) < len(runs)
 
 
-OMNI = (
-    "--model",
-    "tiny-omni",
-    *FOUR_LAYERS,
-    "--dynamic-resolution",
-    "--global-batch-size",
-    str(STEP),
-)
+OMNI = ("--model", "tiny-omni", *FOUR_LAYERS, "--dynamic-resolution")
+OMNI += ("--global-batch-size", str(STEP))
 
 
 @pytest.mark.parametrize(
@@ -136,46 +127,28 @@ OMNI = (
 )
 @requires_world_size(2)
 def test_the_throughput_counts_the_steps_own_samples_in_every_layout(layout, rows):
-    """Every third step has no sound, so the steps differ."""
-    _check_operations(*OMNI, *rows, "--encoder", "dp=2", "--language", layout)
-
-
-def _check_operations(*options: str) -> None:
-    """Hold Megatron's count of each of three steps against sums over its samples by hand."""
+    """Every third step has no sound, so the steps differ. What an encoder counts of its inputs is
+    in test_encoders.py."""
     counts, source = [], SoundAndVideo()
-    with trainer(*options, source=source) as run:
+    layouts = "--encoder", "dp=2", "--language", layout
+    with trainer(*OMNI, *rows, *layouts, source=source) as run:
         args, preset = run.args, run.session.run.preset
+        width = preset.language.hidden_size
         for first in range(0, 3 * STEP, STEP):
             run.train_step()
             counts.append(num_floating_point_operations(args, STEP))
-            rows = run.loading.rows("train").samples(first, STEP)
-            lengths = [len(source.text("train", n).labels) for row in rows for n in row]
-            squares = STEP * args.seq_length**2
-            if args.pack:
-                squares = sum(length**2 for length in lengths)
-            tokens = sum(lengths) if args.pack else STEP * args.seq_length
-            language = num_floating_point_operations.__wrapped__(args, 0, squares, tokens)
-            numbers = [n for row in rows for n in row]
-            encoders = sum(_operations_of(preset, source, number) for number in numbers)
-            assert counts[-1] == pytest.approx(language + encoders, rel=1e-9)
+            numbers = [n for row in run.loading.rows("train").samples(first, STEP) for n in row]
+            lengths = [len(source.text("train", n).labels) for n in numbers]
+            if not args.pack:
+                lengths = [args.seq_length] * STEP
+            expected = num_floating_point_operations.__wrapped__(
+                args, 0, sum(length**2 for length in lengths), sum(lengths)
+            )
+            for each in preset.encoders:
+                sizes = [source.sizes("train", n, 1, each.name)[0] for n in numbers]
+                expected += sum(each.operations(own, width).sum() for own in sizes)
+            assert counts[-1] == pytest.approx(expected, rel=1e-9)
     assert len(set(counts)) == 3
-
-
-def _operations_of(preset, source, number: int) -> float:
-    """Count what encoders compute of a sample: each image and each tubelet attends to itself."""
-    images, sound = preset.encoders
-    width, total = preset.language.hidden_size, 0
-    for pixels in source.inputs("train", number, images.name):
-        patches = pixels.shape[-3] * pixels.shape[-2]
-        tokens, features = patches + images.class_tokens, pixels.shape[-1]
-        products = 4 * images.hidden**2 + 2 * images.hidden * images.ffn
-        layer = 2 * tokens * products + 4 * tokens**2 * images.hidden
-        row = images.projector_ffn * (4 * images.hidden + width)
-        vit = images.layers * layer + 2 * patches * features * images.hidden
-        times = len(pixels) if pixels.ndim == 4 else 1
-        total += 3 * times * (vit + 2 * patches // 4 * row)
-    lengths = [len(each) for each in source.inputs("train", number, sound.name)]
-    return total + sound.operations(np.array(lengths, np.int64), width).sum()
 
 
 @requires_world_size(1)
