@@ -7,7 +7,6 @@ import signal
 import sys
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -19,54 +18,40 @@ LAUNCHER = ("--standalone", "--nproc-per-node", "2", PROGRAM)
 ALONE = ()
 SMALL = ("--train-iters", "100000", "--global-batch-size", "2", "--micro-batch-size", "1")
 SMALL += ("--eval-iters", "0", "--seq-length", "32")
-ENDED, LEFT = "error: ended by {}: {}", "left as asked: {}"
-
-
-class Case(NamedTuple):
-    """A signal, the process or group that gets it, options, and how the run ends."""
-
-    start: tuple[str, ...]
-    sent: signal.Signals
-    to: str
-    options: str
-    code: int
-    line: str
-    how: str = "the same command"
-
-
 SAVED = "--save-interval 2 --exit-interval 100000 --save {save}"
 HANDLED = SAVED + " --load {save} --exit-signal-handler"
-WITH = "the same command with --load {save}, without --finetune and --ckpt-step,"
-CASES = {
-    "Ctrl-C": Case(LAUNCHER, signal.SIGINT, "group", "", 130, ENDED),
-    "SIGTERM of one process": Case(ALONE, signal.SIGTERM, "group", SAVED, 143, ENDED, WITH),
-    "SIGTERM that is handled": Case(LAUNCHER, signal.SIGTERM, "launcher", HANDLED, 0, LEFT),
-}
+STANDS = "step {step} is saved in {save}; the same command"
+ANEW = "with --load {save}, without --finetune and --ckpt-step, goes on from there"
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_last_line_says_what_is_saved_and_how_to_go_on(case, tmp_path):
+@pytest.mark.parametrize(
+    ("start", "sent", "options", "code", "line"),
+    [
+        (LAUNCHER, signal.SIGINT, "", 130, "nothing is saved: there is no --save"),
+        (ALONE, signal.SIGTERM, SAVED, -signal.SIGTERM, f"{STANDS} {ANEW}"),
+        (LAUNCHER, signal.SIGTERM, HANDLED, 0, f"left as asked: {STANDS} goes on from there"),
+    ],
+    ids=["Ctrl-C", "SIGTERM of one process", "SIGTERM that the launcher hands on"],
+)
+def test_the_last_line_says_what_is_saved_and_how_to_go_on(
+    start, sent, options, code, line, tmp_path
+):
     save, said, metrics = tmp_path / "saved", tmp_path / "said", tmp_path / "metrics.jsonl"
-    options = [word.format(save=save) for word in case.options.split()]
-    words = [*case.start, *SMALL, "--metrics-out", str(metrics), *options]
+    words = [*start, *SMALL, "--metrics-out", str(metrics), *options.format(save=save).split()]
     started = forked(_start, words, said)
     tracker = save / "latest_checkpointed_iteration.txt"
     begun = tracker if options else metrics
     try:
         wait_until(lambda: (begun.exists() and begun.read_text()) or _ended(started), LIMIT_S)
-        send = os.kill if case.to == "launcher" else os.killpg
-        send(started.pid, case.sent)
+        (os.kill if options == HANDLED else os.killpg)(started.pid, sent)
         started.join(LIMIT_S)
     finally:
         kill(started)
     text = said.read_text()
-    assert started.exitcode == (case.code if case.start else -case.sent), text
-    step = tracker.read_text() if options else ""
-    stands = f"step {step} is saved in {save}; {case.how.format(save=save)} goes on from there"
-    stands = stands if options else "nothing is saved: there is no --save"
-    assert text.splitlines()[-1] == case.line.format(
-        *([case.sent.name] if case.line is ENDED else []), stands
-    )
+    assert started.exitcode == code, text
+    line = line.format(step=tracker.read_text() if options else "", save=save)
+    reason = f"error: ended by {sent.name}: " if code else ""
+    assert text.splitlines()[-1] == reason + line
     assert "Traceback" not in text and len(text.splitlines()) < 20, text
 
 
