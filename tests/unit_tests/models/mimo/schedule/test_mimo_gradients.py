@@ -3,17 +3,13 @@
 """Gradients of two modules, finalized together: the same in every layout."""
 
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.schedule import grad_finalization
-from megatron.core.models.mimo.schedule.grad_finalization import (
-    _scale_gradients,
-    finalize_mimo_grads,
-)
+from megatron.core.models.mimo.schedule.grad_finalization import finalize_mimo_grads
 from tests.unit_tests.models.mimo.small_model import trained
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
@@ -43,32 +39,19 @@ def test_gradients_are_those_of_plain_data_parallelism():
 
 @requires_world_size(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_gradients_of_every_type_are_divided(dtype):
-    """One kernel divides bf16 gradients, and another those of other types."""
-    given = torch.arange(1, 1001, device=Utils.device) / 128
+def test_gradients_of_every_type_are_divided(dtype, monkeypatch):
+    """One kernel divides bf16 gradients, and another those of other types. A count such as 257 has
+    no bf16 inverse: bf16 gradients are multiplied by the number in fp32, and rounded once."""
+    monkeypatch.setattr(grad_finalization, "AT_A_TIME", 100)
+    given = torch.randn(999, generator=torch.Generator().manual_seed(5)).to(Utils.device)
     buffers = [
         SimpleNamespace(grad_data=given.to(dtype, copy=True), extra_main_grads=[given.clone()])
         for _ in range(2)
     ]
     stage = SimpleNamespace(buffers=buffers[:1], expert_parallel_buffers=buffers[1:])
-    _scale_gradients(stage, torch.tensor(1 / 3, device=Utils.device))
+    grad_finalization._scale_gradients(stage, 1.0 / torch.tensor(257, device=Utils.device))
     for buffer in buffers:
         for found in (buffer.grad_data, *buffer.extra_main_grads):
-            expected = given.to(found.dtype).double() / 3
-            most = 2 * torch.finfo(found.dtype).eps
-            torch.testing.assert_close(found.double(), expected, rtol=most, atol=0)
-
-
-def test_bf16_gradients_are_multiplied_by_the_number_in_fp32():
-    """A count such as 257 tokens has no bf16 inverse: the product is rounded once."""
-    Utils.initialize_distributed()
-    rng = torch.Generator().manual_seed(5)
-    gradients = torch.randn(999, generator=rng).to(Utils.device, torch.bfloat16)
-    extra = torch.randn(7, generator=rng).to(Utils.device, torch.bfloat16)
-    expected = [(part.double() / 257).to(torch.bfloat16) for part in (gradients, extra)]
-    buffer = SimpleNamespace(grad_data=gradients, extra_main_grads=[extra])
-    stage = SimpleNamespace(buffers=[buffer], expert_parallel_buffers=[])
-    factor = 1.0 / torch.tensor(257, device=Utils.device)
-    with mock.patch.object(grad_finalization, "AT_A_TIME", 100):
-        grad_finalization._scale_gradients(stage, factor)
-    assert gradients.equal(expected[0]) and extra.equal(expected[1])
+            expected = (given.to(found.dtype).double() / 257).to(found.dtype)
+            most = 0 if found.dtype is torch.bfloat16 else 2 * torch.finfo(found.dtype).eps
+            torch.testing.assert_close(found, expected, rtol=most, atol=0)
