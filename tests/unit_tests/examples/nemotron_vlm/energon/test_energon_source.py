@@ -20,8 +20,10 @@ from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.model.patch_grids import grids_of
 from examples.mimo.nemotron_vlm.model.presets import tiny_omni
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
+    CLIPS,
     CRUDE,
     ENCODERS,
+    GRIDS,
     TOKENS_PER_TILE,
     ShardReads,
     image,
@@ -150,7 +152,7 @@ def test_captions_are_read_through_a_field_map(digits, tmp_path):
         opened.costs("test", 0, 1)
 
 
-def test_media_are_opened_once_and_come_in_the_texts_order(omni_shards, tmp_path, monkeypatch):
+def test_media_are_opened_once_and_stand_in_the_texts_order(omni_shards, tmp_path, monkeypatch):
     """An image between two clips, one MP4 and one of frames, and a sound."""
     frames = {f"video2.{n}.png": image(32, 24) for n in range(2)}
     files = {"video1.mp4": mp4(), **frames, "png": image(32, 24), "wav": sound(np.zeros(4000))}
@@ -170,13 +172,18 @@ def test_media_are_opened_once_and_come_in_the_texts_order(omni_shards, tmp_path
 
         monkeypatch.setattr(owner, name, call)
     reads = ShardReads(monkeypatch)
-    opened.text("train", 0)
+    text = opened.text("train", 0)
     assert not reads.images and not calls
     (heard,) = opened.inputs("train", 0, SOUND)
     assert len(heard) == 4000 and calls == {"SoundFile.read": 1}
     inputs = opened.inputs("train", 0, IMAGES)
-    assert [each.ndim for each in inputs] == [4, 3, 4]
+    assert [each.ndim for each in inputs] == [4, 3, 4] and [*map(len, inputs[::2])] == [3, 1]
     assert calls == {"PIL.Image.open": 3, "SoundFile.read": 1, "av.open": 1}
+    shapes = (CLIPS, 2, 48, 64), (GRIDS, 24, 32), (CLIPS, 2, 24, 32)
+    sizes = np.array([kind.size_of(*shape) for kind, *shape in shapes])
+    tubelet_rows, image_rows, short = GRIDS.rows(sizes).tolist()
+    is_image = np.flatnonzero(np.diff(np.pad(text.input_ids == opened.token_ids[IMAGES], 1)))
+    assert np.diff(is_image)[::2].tolist() == [tubelet_rows] * 3 + [image_rows, short]
 
 
 def test_a_read_that_fails_for_good_is_awaited_once_and_blames_no_data(copied, monkeypatch):
