@@ -72,28 +72,32 @@ class Loading:
             sp=layouts.language.tp if layouts.language.sequence_parallel else 1,
         )
 
-    def rows(self, split: str) -> Rows:
-        """Return the rows of a split."""
+    def rows(self, split: str, start: tuple[int, int] = (0, 0)) -> Rows:
+        """Return the rows of a split; see `Rows` for the start."""
         args = self.args
-        return Rows(self.reader.source, split, args.seq_length, self.packing, args.seed)
+        return Rows(self.reader.source, split, args.seq_length, self.packing, args.seed, start)
 
     def training(self) -> Iterator[Microbatch]:
         """Yield microbatches without end, from the first row that the run has not consumed.
 
-        The count of operations gets the work of each step.
+        The count of operations gets the work of each step, and the arguments, which checkpoints
+        have, the window of its first row.
         """
-        steps = training_steps(self.args, self._dp)
-        for batch, work in self._loaded(self._takes("train", steps)):
+        args = self.args
+        rows = self.rows("train", args.window_start)
+        for batch, work in self._loaded(self._takes(rows, training_steps(args, self._dp))):
             note_work(work)
+            if rows.packing:
+                args.window_start = rows.window_of(args.consumed_train_samples)
             yield batch
 
     def held_out(self) -> Iterator[Microbatch]:
         """Yield microbatches of the test split; every evaluation reads the same rows."""
-        for batch, _ in self._loaded(self._takes("test", held_out_steps(self.args, self._dp))):
+        steps = held_out_steps(self.args, self._dp)
+        for batch, _ in self._loaded(self._takes(self.rows("test"), steps)):
             yield batch
 
-    def _takes(self, split: str, steps: Iterator[Step]) -> Iterator[Take]:
-        rows = self.rows(split)
+    def _takes(self, rows: Rows, steps: Iterator[Step]) -> Iterator[Take]:
         for step in steps:
             yield from self.plan.takes(rows, *step)
 

@@ -6,6 +6,7 @@ A row has the sequence length. It is a function of the source, the seed and its 
 does not depend on the ranks, and a run resumes at a row's number. With packing, the stream of
 samples is cut into windows; the samples of a window are packed into as few rows as best-fit
 decreasing finds (Johnson, "Fast algorithms for bin packing", 1974), and these rows are shuffled.
+Windows differ in their number of rows, so a checkpoint has the rows before its window.
 """
 
 from __future__ import annotations
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 SAMPLE, PLACE, ROWS, WORK, SIZE = range(5)
 """Columns of an array of inputs: number of the sample, place among its inputs, rows that the input
 becomes, operations that it takes, and its size."""
-
-AHEAD = 4
-"""Most windows whose rows are counted at a time, to find the window of a row."""
 
 COUNTED = 1024
 """Rows of single samples from which the throughput is computed; packed, a window's."""
@@ -56,6 +54,8 @@ class Rows:
         source: the samples, each of which fits a row.
         packing: None puts each sample into a row of its own.
         seed: seed of the order of packed rows.
+        start: number of a window, and of the rows before it: the first row that is asked for is in
+            this window or soon after it. Without it, the windows before that row are packed.
     """
 
     def __init__(
@@ -65,10 +65,11 @@ class Rows:
         seq_length: int,
         packing: Packing | None = None,
         seed: int = 0,
+        start: tuple[int, int] = (0, 0),
     ) -> None:
         self.source, self.split, self.seq_length, self.packing = source, split, seq_length, packing
-        self._seed = seed
-        self._ends: list[int] = []
+        self._seed, self._first = seed, start[0]
+        self._before = [start[1]]  # rows before each window, from the first one on
         self._window: tuple[int, list[list[int]]] = (-1, [])
 
     def samples(self, first: int, count: int) -> list[list[int]]:
@@ -77,7 +78,7 @@ class Rows:
             return [[row] for row in range(first, first + count)]
         found: list[list[int]] = []
         while len(found) < count:
-            window, before = self._window_of(first + len(found))
+            window, before = self.window_of(first + len(found))
             found += self._packed(window)[first + len(found) - before :]
         return found[:count]
 
@@ -111,16 +112,15 @@ class Rows:
         inputs = (self.inputs(self.first(), each, width) for each in encoders)
         return sum(float(np.mean([row[:, WORK].sum() for row in each])) for each in inputs)
 
-    def _window_of(self, row: int) -> tuple[int, int]:
-        """Return the number of a row's window, and the number of rows before that window."""
-        while not self._ends or self._ends[-1] <= row:
-            size, ahead = self.packing.window, min(AHEAD, len(self._ends) + 1)
-            tokens = self.source.costs(self.split, len(self._ends) * size, ahead * size)[:, 0]
-            windows = self.packing.padded(tokens).reshape(ahead, size)
-            counts = [_bins(lengths, self.seq_length) for lengths in windows]
-            self._ends += np.cumsum([*self._ends[-1:], *counts])[-ahead:].tolist()
-        window = bisect_right(self._ends, row)
-        return window, self._ends[window - 1] if window else 0
+    def window_of(self, row: int) -> tuple[int, int]:
+        """Return the number of a packed row's window, and the number of rows before that window."""
+        if row < self._before[0]:
+            self._first, self._before = 0, [0]
+        while self._before[-1] <= row:
+            last = self._first + len(self._before) - 1
+            self._before.append(self._before[-1] + len(self._packed(last)))
+        place = bisect_right(self._before, row) - 1
+        return self._first + place, self._before[place]
 
     def _packed(self, window: int) -> list[list[int]]:
         if self._window[0] != window:
@@ -135,16 +135,6 @@ class Rows:
 def _bounds(samples: list[list[int]]) -> tuple[int, int]:
     flat = [number for row in samples for number in row]
     return min(flat), max(flat) + 1
-
-
-def _bins(lengths: np.ndarray, capacity: int) -> int:
-    """Return the number of bins that `best_fit` fills, in a third of its time."""
-    rooms: list[int] = []
-    for length in np.sort(lengths)[::-1].tolist():
-        place = bisect_left(rooms, length)
-        room = capacity if place == len(rooms) else rooms.pop(place)
-        insort(rooms, room - length)
-    return len(rooms)
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:

@@ -122,6 +122,7 @@ def _load(
             check_adapters(args, saved, directory)
             if goes_on(args, directory):
                 check_resume(args, saved)
+                args.window_start = getattr(saved, "window_start", args.window_start)
             if changes(args, saved, LAYOUT):
                 args.no_load_rng = True
         say(beginning(args, directory, saved), args)

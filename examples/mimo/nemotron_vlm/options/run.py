@@ -99,11 +99,12 @@ class Run:
         return EncoderSchedule(self.args.encoder_macro_batch, self.args.recompute_encoder or None)
 
     def with_data(self, source: SampleSource) -> "Run":
-        """Return the run with the facts of its data: token ids, template and fingerprint."""
+        """Return the run with the facts of its data: token ids, template, fingerprint, start."""
         facts = {
             "token_ids": self.args.token_ids | source.token_ids,
             "chat_template_kwargs": dict(source.asked),
             "data_fingerprint": fingerprint(source, self.args),
+            "window_start": (0, 0),
         }
         return replace(self, args=Namespace(**vars(self.args) | facts))
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
-from examples.mimo.nemotron_vlm.data import SampleSource, make_source, rows
+from examples.mimo.nemotron_vlm.data import SampleSource, make_source
 from examples.mimo.nemotron_vlm.data.balance import cut_evenly
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows, best_fit
@@ -91,14 +91,25 @@ class TestRows:
         assert [row for at in range(0, 80, cut) for row in parts.samples(at, cut)][:80] == whole
         assert Rows(VariedSamples(), "train", 512, packing).samples(37, 9) == whole[37:46]
 
-    def test_a_row_is_found_without_packing_the_rows_before(self, monkeypatch):
-        packing, packed = Packing(window=20, multiple=8), []
-        one_by_one = Rows(VariedSamples(), "train", 512, packing)
-        whole = [row for window in range(200) for row in one_by_one._packed(window)]
-        assert one_by_one.samples(0, 500) == whole[:500]
-        monkeypatch.setattr(rows, "best_fit", lambda *of: packed.append(of) or best_fit(*of))
-        assert Rows(VariedSamples(), "train", 512, packing).samples(480, 9) == whole[480:489]
-        assert len(packed) < 5
+    def test_rows_go_on_from_a_window_without_the_samples_before(self, monkeypatch):
+        packing, costs, asked = Packing(window=20, multiple=8), VariedSamples.costs, []
+        whole = Rows(VariedSamples(), "train", 512, packing)
+        rows = whole.samples(0, 500)
+
+        def noted(source, split, first, count):
+            asked.append(first)
+            return costs(source, split, first, count)
+
+        monkeypatch.setattr(VariedSamples, "costs", noted)
+        for row in (0, 1, 250, 480):
+            window, before = whole.window_of(row)
+            assert before <= row < before + 20
+            asked.clear()
+            parts = Rows(VariedSamples(), "train", 512, packing, start=(window, before))
+            assert parts.samples(row, 9) == rows[row : row + 9]
+            assert min(asked) == window * 20
+            assert parts.window_of(row) == (window, before)
+            assert parts.samples(0, 9) == rows[:9]
 
 
 @st.composite

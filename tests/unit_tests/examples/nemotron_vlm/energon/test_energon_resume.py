@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.energon.source import EnergonSource
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     byte_tokenizer,
     make_digits,
@@ -211,6 +212,28 @@ class TestChanges:
         if Utils.rank == 0:
             assert f"going on after step {BEFORE}" in said
             assert outcome is STEPS or outcome.says in said
+
+    def test_packed_rows_go_on_at_their_window(self, saved, places, monkeypatch):
+        """In another layout, with another batch; the samples before are not looked at."""
+        packed, costs, asked = (
+            "--pack --pack-window 6 --micro-batch-size 1",
+            EnergonSource.costs,
+            [],
+        )
+        path, after = saved(packed)
+        options = f"{packed} --encoder dp=2 --language cp=2"
+
+        def noted(source, split, first, count):
+            asked.append(first)
+            return costs(source, split, first, count)
+
+        with trainer(*words(RUN + BATCH, options, places), "--load", str(path)) as run:
+            window, before = run.args.window_start
+            assert 0 < before <= 8 and window > 0  # of the last step's first row
+            monkeypatch.setattr(EnergonSource, "costs", noted)
+            found = [run.train_step()["loss"] for _ in range(AFTER)]
+        assert found == pytest.approx([record["loss"] for record in after], rel=1e-5)
+        assert min(asked) == 6 * window
 
     def test_another_stage_begins_anew_with_weights_of_its_own_vocabulary(self, saved, places):
         line = words(RUN + BATCH, "--seed 4 --moe-router-topk 3 --finetune", places)
