@@ -166,21 +166,28 @@ def test_of_added_shards_alone_samples_are_read(copied, tmp_path, reads):
     assert whole.items() <= made(copied / ".nv-meta").items() and len(whole) == 3
 
 
-def test_of_records_only_runs_that_changed_are_read(digits, tmp_path, monkeypatch, reads):
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_of_records_only_runs_that_changed_are_read(digits, tmp_path, monkeypatch, reads, form):
+    """A Parquet file is written anew to add rows, here with other row groups."""
     monkeypatch.setattr(files, "CHUNK", 10)
     for number in range(4):
         (tmp_path / f"{number}.png").write_bytes(image(16, 16))
-    lines = [json.dumps({"image": f"{n // 10}.png", "conversations": TURNS}) for n in range(35)]
-    file = tmp_path / "train.jsonl"
+    records = [{"image": f"{n // 10}.png", "conversations": TURNS} for n in range(35)]
+    file = tmp_path / f"train.{form}"
 
     def surveyed(count: int) -> list[str]:
         reads.clear()
-        file.write_text("\n".join(lines[:count]))
+        if form == "jsonl":
+            file.write_text("\n".join(map(json.dumps, records[:count])))
+        else:
+            arrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+            parquet.write_table(arrow.Table.from_pylist(records[:count]), file, count // 3)
         survey(tmp_path, digits / "tokenizer", **ONE)
         return [name.partition(":")[2] for name in reads]
 
     assert len(surveyed(25)) == 25
     assert surveyed(35) == [str(line) for line in range(21, 36)]
+    assert source(tmp_path, digits / "tokenizer").epoch_size("train") == 35
     forget(tmp_path)
     (tmp_path / "1.png").write_bytes(image(16, 32))
     assert surveyed(35) == [str(line) for line in range(11, 21)]
