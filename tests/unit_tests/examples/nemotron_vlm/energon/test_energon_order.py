@@ -1,7 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sample numbers: every sample once an epoch, and blends in proportion."""
+"""Sample numbers: every sample once an epoch, also of runs that go on, and blends in proportion."""
 
+from argparse import Namespace
+from itertools import count, cycle, islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,10 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.mimo.common.layout import Batch, Layout, Layouts
+from examples.mimo.common.steps import training_steps
+from examples.mimo.nemotron_vlm.data import SampleSource
+from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.energon import stream
 from examples.mimo.nemotron_vlm.energon.order import Order, blend
 from examples.mimo.nemotron_vlm.energon.stream import Stream
 from examples.mimo.nemotron_vlm.energon.survey import MEDIA, Survey
+from tests.unit_tests.examples.nemotron_vlm.data.images_alone import step_plan
+
+SEQ_LENGTH = 4096
 
 
 def epoch(order: Order, number: int) -> np.ndarray:
@@ -105,3 +114,71 @@ def test_numbers_skip_bad_and_long_samples_in_the_part_that_a_blend_takes(kinds,
     assert sorted(opened.locate(number)[1] for number in range(len(good))) == good
     assert opened.left_out.total() == len(taken) - len(good)
     assert opened.left_out["too long"] == sum(kinds[index] == 90 for index in taken)
+
+
+class Records(SampleSource):
+    """An index of records of varied lengths: half have 90 tokens or fewer, one in 64 is too long,
+    and one in 50 is bad.
+    """
+
+    def __init__(self, records: int) -> None:
+        draw = np.random.default_rng(0)
+        table = np.zeros((7, records), np.int32)
+        table[0] = draw.random(records) < 0.02
+        table[1] = draw.lognormal(4.5, 1.7, records).astype(np.int32) + 2
+        self.good = np.flatnonzero((table[0] == 0) & (table[1] <= SEQ_LENGTH))
+        self.rows = int(table[1][self.good].sum()) // SEQ_LENGTH
+        survey = Survey(*table, np.zeros(0, MEDIA), "hash", None)
+        pairs = [(SimpleNamespace(subset=range(records), weight=None, path="data"), survey)]
+        self.stream = Stream(pairs, "single", SEQ_LENGTH, (0, "train"), False)
+
+    def costs(self, split, first, number):
+        return self.stream.costs(np.arange(first, first + number))
+
+    def indices(self, first, end):
+        (numbered,) = self.stream._numbered
+        return numbered.indices(self.stream.order.locate(np.arange(first, end))[1])
+
+
+def read(source: Records, dp: int, state: Namespace, steps: int) -> list[int]:
+    """The samples that all DP ranks of a run read in its steps, from a checkpoint's state on."""
+    numbers, batch = [], Batch(state.global_batch_size, 1, SEQ_LENGTH)
+    layouts = Layouts((Layout(dp=dp),), Layout(dp=dp), batch)
+    for rank in range(dp):
+        plan, first = step_plan(layouts, rank, rank), state.window_start
+        rows = Rows(source, "train", SEQ_LENGTH, Packing(), start=first)
+        for step in islice(training_steps(state, dp), steps):
+            takes = plan.takes(rows, *step)
+            numbers += [number for take in takes for row in take.rows for number in row]
+    state.window_start = rows.window_of(step[0])
+    state.consumed_train_samples += steps * batch.global_size
+    return numbers
+
+
+def epoch_of_packed_runs(records: int, stops: int) -> int:
+    """Read an epoch in runs of one, two and three DP ranks, the first three also of other batches.
+
+    Returns:
+        The samples of the epoch, each of which was read once.
+    """
+    source = Records(records)
+    size, state = len(source.good), Namespace(consumed_train_samples=0, window_start=(0, 0))
+    state.micro_batch_size, state.step_batch_size_schedule = 1, None
+    times, more = np.zeros(size + size // 2, np.int8), 1 + records // 100_000
+    for run, dp in zip(count(), cycle((1, 2, 3))):
+        state.global_batch_size = more * (12, 18, 6, 12)[min(run, 3)]
+        np.add.at(times, read(source, dp, state, source.rows // (12 * more * stops)), 1)
+        if run == 0:
+            state.window_start = (0, 0)  # as an earlier version saved
+        if times[:size].all():
+            break
+    assert run >= stops // 2 and times.max() == 1
+    order = np.concatenate(
+        [source.indices(at, min(size, at + 2**20)) for at in range(0, size, 2**20)]
+    )
+    assert np.array_equal(np.sort(order), source.good)
+    return size
+
+
+def test_runs_that_go_on_with_packed_rows_read_every_sample_of_an_epoch_once():
+    assert epoch_of_packed_runs(records=10_000, stops=7) > 9_000
