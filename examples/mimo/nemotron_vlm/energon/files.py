@@ -21,12 +21,13 @@ from examples.mimo.nemotron_vlm.data import SUFFIXES
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation, Unreadable, one_line
 from examples.mimo.nemotron_vlm.energon.record_files import open_file
 from examples.mimo.nemotron_vlm.energon.records import ITEMS, SOURCES, kind_of, numerically
-from examples.mimo.nemotron_vlm.energon.store import PARTS, DataSet, EmptySplit
+from examples.mimo.nemotron_vlm.energon.store import CONFIGURED, PARTS, DataSet, EmptySplit
 from examples.mimo.nemotron_vlm.energon.units import stamp
 from megatron.energon import CrudeSample
 from megatron.energon.dataset_config import load_config
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.structs import DatasetSubset
+from megatron.energon.metadataset.dataset_loader import DatasetLoader
 from megatron.energon.metadataset.loader_interface import (
     DatasetLoaderInterface,
     LoadedDataset,
@@ -201,7 +202,22 @@ def load_blend(path: Path) -> DatasetLoaderInterface:
                 references[:] = map(replaced, references)
         blend.splits[name] = replaced(entry)
     blend.post_initialize()
+    _name_configurations(blend)
     return blend
+
+
+def _name_configurations(node: Any) -> None:
+    """Note in a data set's subflavors which files a blend, also a nested one, configures it by."""
+    if isinstance(node, DatasetLoader):
+        if node.dataset_config or node.split_config:
+            named = f"{node.dataset_config} {node.split_config}"
+            node.subflavors = {**(node.subflavors or {}), CONFIGURED: named}
+    elif isinstance(node, dict | list):
+        for each in node.values() if isinstance(node, dict) else node:
+            _name_configurations(each)
+    else:
+        for name in ("splits", "_splits", "datasets", "blend", "blend_epochized", "_dataset"):
+            _name_configurations(getattr(node, name, []))
 
 
 def file_of(path: Path, split: str | None) -> tuple[Path, str, bool | None]:

@@ -66,6 +66,9 @@ MODES: dict[DatasetBlendMode, Mode] = {
 PARTS = {"train": ("train",), "test": ("val", "test")}
 """Energon's names for each split; the first part that the data has is taken."""
 
+CONFIGURED = "configured by"
+"""Subflavor that names the configuration files of a data set, if a blend names any."""
+
 
 class EmptySplit(ValueError):
     """A split that the data does not have."""
@@ -101,6 +104,7 @@ class DataSet:
             )
         self.weight = loaded.weight if loaded.repetitions is None else loaded.repetitions
         self._factory, self._place = factory, place
+        self._configured = factory.subflavors.get(CONFIGURED, "")
         self._unread: dict[str, bytes] = {}
         self._kinds: Collection[str] | None = None
         self._texts: dict[int, dict[str, Any]] = {}
@@ -144,11 +148,12 @@ class DataSet:
     def configuration(self) -> str:
         """Hash of energon's own files on which the samples depend, wherever they lie."""
         folder = self.path / MAIN_FOLDER_NAME
-        return hash_of(folder, INDEX_UUID_FILENAME, ".info.*", "*.yaml", "*.py")
+        return hash_of(folder, INDEX_UUID_FILENAME, ".info.*", "*.yaml", "*.py") + self._configured
 
     def state_of(self, number: int) -> str:
         """See `state_of_shard`."""
-        return state_of_shard(self.path, self.shards[number], self._factory.sample_excludes)
+        excluded = self._factory.sample_excludes
+        return self._configured + state_of_shard(self.path, self.shards[number], excluded)
 
     def raw(self, index: int, kinds: Collection[str] | None = None) -> dict[str, Any]:
         """Return a sample's files as bytes, with energon's ``__key__``.

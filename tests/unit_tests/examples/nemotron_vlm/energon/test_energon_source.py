@@ -139,7 +139,7 @@ def test_blends_keep_proportions_or_have_an_epoch(digits, extra, tmp_path):
 def test_captions_are_read_through_a_field_map(digits, tmp_path):
     kind = {"__module__": "megatron.energon", "__class__": "CaptioningSample"}
     fields = {"image": "png,jpg", "caption": "json[text]"}
-    captions = [json.dumps({"text": f"{number} {number}"}).encode() for number in range(3)]
+    captions = [json.dumps({"text": f"{n} {n}", "short": f"{n}"}).encode() for n in range(3)]
     samples = [{"jpg": image(16, 16, "JPEG"), "json": caption} for caption in captions]
     make_shard(tmp_path, samples, {"sample_type": kind, "field_map": fields})
     survey(tmp_path, digits / "tokenizer", splits=["train"])
@@ -150,6 +150,16 @@ def test_captions_are_read_through_a_field_map(digits, tmp_path):
     assert opened.inputs("train", 0, IMAGES).shape == (1, 3, 16, 16)
     with pytest.raises(ValueError, match="has no samples for val or test"):
         opened.costs("test", 0, 1)
+
+    short = {"sample_type": kind, "field_map": fields | {"caption": "json[short]"}}
+    (tmp_path / ".nv-meta" / "short.yaml").write_text(yaml.dump(short))
+    both = [{"path": str(tmp_path), "dataset_config": f"{n}.yaml"} for n in ("dataset", "short")]
+    nested = blend(tmp_path / "both", {"blend_epochized": both})
+    outer = blend(tmp_path / "outer", {"path": str(nested)})
+    survey(outer, digits / "tokenizer", splits=["train"])
+    costs = source(outer, digits / "tokenizer").costs("train", 0, 6)
+    (tokens,) = {len(text.input_ids) for text in texts}
+    assert sorted(costs[:, 0]) == [tokens - 1] * 3 + [tokens] * 3
 
 
 def test_media_are_opened_once_and_stand_in_the_texts_order(omni_shards, tmp_path, monkeypatch):
