@@ -275,9 +275,11 @@ def test_an_error_is_one_line(words, error, trained, capsys, monkeypatch):
 def test_an_evaluation_counts_the_answers_that_generation_gives(tmp_path, capsys, monkeypatch):
     """A run calls a sample right if every next token of its answer, and the end, is the likeliest;
     generation takes these tokens then, and otherwise leaves the answer at the first that is not."""
-    monkeypatch.setattr(page, "write_page", lambda *given: shown.append(given[3]))
+    monkeypatch.setattr(page, "write_page", lambda *given: shown.extend(given[3:5]))
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text('{"step": 1}\n')
     batches, shown, sizes = 4, [], "--global-batch-size 16 --micro-batch-size 16 --seq-length 16"
-    files = "--report", str(tmp_path / "a.html"), "--metrics-out", str(tmp_path / "a.jsonl")
+    files = "--report", "a.html", "--metrics-out", "a.jsonl"
     learning = (*OWN_DEFAULTS, "--lr", "3e-3", "--train-iters", "100", "--eval-iters", str(batches))
     with trainer("--data", "digits", *sizes.split(), *learning, *files) as run:
         for _ in range(100):
@@ -289,7 +291,9 @@ def test_an_evaluation_counts_the_answers_that_generation_gives(tmp_path, capsys
     forward_step.answers.clear()
     Utils.destroy()
     capsys.readouterr()
+    monkeypatch.chdir("/")
     assert evaluate.main([str(tmp_path / "saved"), "--samples", str(16 * batches)]) == 0
+    assert shown[1] == [{"step": 1}]
     exact = json.loads(capsys.readouterr().out)["exact_match"]
     labels = [source.text("test", number).labels for number in range(16 * batches)]
     wrong = {number for (number, place), token in read.items() if token != labels[number][place]}

@@ -18,7 +18,7 @@ TOOLS = next(FOUND, Path("tools"))
 
 def next_commands(source: SampleSource, checkpoints: Path) -> list[str]:
     """Return lines with the commands for a trained model, or for its best checkpoint."""
-    checkpoints = checkpoints.absolute()
+    checkpoints = checkpoints.absolute()  # as the paths beside it on the terminal
     chosen = checkpoints / "best" if (checkpoints / BEST).exists() else checkpoints
     page, export = (checkpoints.with_name(name) for name in ("evaluation.html", "hugging-face"))
     commands = {
@@ -42,7 +42,6 @@ def ask_command(
     Returns "" if the sample has no question that can be asked alone, or its media cannot be read or
     written: training has ended well then, all the same.
     """
-    checkpoints = checkpoints.absolute()  # as the paths beside it on the terminal
     try:
         question = source.question("test", number)
         if question is None:

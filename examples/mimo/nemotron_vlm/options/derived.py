@@ -37,6 +37,8 @@ def complete(args: Namespace, preset: VLMPreset) -> None:
     args.store_param_remainders = True  # checkpoints have whole master weights, and say so by this
     args.token_ids = {each.name: each.token for each in preset.encoders}  # data may have others
     args.encoder_sizes = {each.name: asdict(each) for each in preset.encoders}  # for checkpoints
+    if args.metrics_out:
+        args.metrics_out = args.metrics_out.absolute()  # tools find it by a checkpoint
     args.language_std = args.init_method_std  # None: each matrix's follows from its inputs
     default("init_method_std", 0.02)
     if args.train_samples is None:
