@@ -47,6 +47,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._specials = {**tokenizer.special_tokens_map, "strftime_now": None}
         self._rendered: dict[str, tuple[str, list[range]]] = {}
 
     def render(
@@ -66,12 +67,13 @@ class ChatTemplate:
             raise BadConversation("there are no turns")
         try:
             source = self._source(arguments)
+            known = {name: self._specials[name] for name in self._specials.keys() & _names(source)}
             texts, marks = render_jinja_template(
                 [list(messages)],
                 chat_template=source,
                 return_assistant_tokens_mask=bool(_MARKED.search(source)),
                 add_generation_prompt=ask,
-                **{**self._tokenizer.special_tokens_map, "strftime_now": None, **arguments},
+                **{**known, **arguments},
             )
         except Exception as error:  # a template raises what it likes
             why = one_line(error)

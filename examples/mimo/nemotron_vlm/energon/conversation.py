@@ -58,7 +58,7 @@ class Turn(NamedTuple):
     @property
     def text(self) -> str:
         """The whole content as text."""
-        return "".join(self.content)
+        return self.content if isinstance(self.content, str) else "".join(self.content)
 
 
 def place_media(turns: list[Turn], counts: Mapping[str, int]) -> tuple[list[Turn], list[str]]:
@@ -252,9 +252,9 @@ class Chat:
             else:
                 why = one_line(error)
             raise BadConversation(f"the tokenizer refuses it: {why}") from error
-        offsets = np.array(found.offsets, np.int64).reshape(-1, 2)
-        tokens = np.column_stack([np.array(found.ids, np.int64), offsets])
-        return tokens[len(anchor) > 0 :] + [0, *[start - len(anchor)] * 2]
+        tokens = np.array([found.ids, *zip(*found.offsets, strict=True)], np.int64).reshape(3, -1).T
+        tokens[:, 1:] += start - len(anchor)
+        return tokens[len(anchor) > 0 :]
 
     @staticmethod
     def _compare(token: str, found: int, wanted: int) -> None:

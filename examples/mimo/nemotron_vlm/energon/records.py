@@ -17,6 +17,7 @@ Two kinds of energon's samples are read:
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -137,6 +138,7 @@ def read_record(sample: Any, prompt: str) -> Record:
     return record._replace(arguments=_arguments(content))
 
 
+@lru_cache(4096)
 def kind_of(name: str) -> str | None:
     """Return the kind of a sample's file by its name; None if it is of no medium."""
     return VIDEO if FRAME.fullmatch(name) else SUFFIXES.get(_suffix(name))
