@@ -18,7 +18,7 @@ from overlay.source import imported, module_name, prefixes, uses
 EXPLANATION = "Why-Not-A-Hook"
 REQUIRED = ("Description", "Feature", "Upstream-Status", "Drop-When")
 HOOK_LINES = 40  # most changed lines of a patch that counts as a hook
-MOST_PATCHES, MOST_LINES, MOST_REPLACEMENTS = 26, 470, 10  # limits of the whole set
+MOST_PATCHES, MOST_LINES, MOST_REPLACEMENTS = 26, 470, 9  # limits of the whole set
 DECLARED = "patches/runtime.toml"
 PACKAGES = ("megatron.", "torch.", "triton.")
 TAKEN = re.compile(r"\*\.\w+_func")  # a configuration's fields for functions

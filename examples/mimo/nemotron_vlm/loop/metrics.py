@@ -68,7 +68,6 @@ def observed(
     watched = replaced(
         training,
         train_step=_watched(training.train_step, watch.train_step),
-        training_log=_watched(training.training_log, watch.training_log),
         evaluate=_watched(training.evaluate, watch.evaluate),
         save_checkpoint_and_time=_watched(training.save_checkpoint_and_time, watch.save_checkpoint),
     )
@@ -114,7 +113,6 @@ class _Watch:
         self._writer = MetricsWriter(args.metrics_out, args.train_iters)
         self._held: Record | None = None
         self._reported = _OnTheWay({})
-        self._of_step: Record = {}
         self._idle_since: float | None = None
 
     def train_step(self, call: Callable, seen: dict) -> object:
@@ -124,33 +122,28 @@ class _Watch:
         # Before the step: afterwards, the optimizer has the next step's rate.
         lr = get_canonical_lr_for_logging(seen["optimizer"].param_groups)
         result = call()
-        pause = started - (self._idle_since or started)
-        seconds, samples = time.perf_counter() - started, get_current_global_batch_size()
-        of_one = 1 / (seconds * self._args.world_size)
-        self._of_step = {
-            "lr": lr,
-            "step_time_s": seconds,
-            "pause_s": pause,
-            "data_wait_s": self._loading.waited_s - waited,
-            "tokens_per_s": samples * self._args.seq_length * of_one,
-            "tflops": num_floating_point_operations(self._args, samples) * of_one / 1e12,
-            "memory_gib": torch.cuda.max_memory_allocated() / 2**30,
-        }
-        return result
-
-    def training_log(self, call: Callable, seen: dict) -> object:
+        ended = time.perf_counter()
         self._write_held()  # before the step's own log: W&B takes no number of an earlier step
-        result = call()
-        self._reported = _OnTheWay(seen["loss_dict"])
-        self._held = {
-            "step": seen["iteration"],
-            "loss": None,
-            "grad_norm": _finite(seen["grad_norm"]),
-            "num_tokens": 0,
-            **self._of_step,
-            "skipped": bool(seen["skipped_iter"]),
-        }
-        self._idle_since = time.perf_counter()
+        losses, skipped, asks_save, ends, _, grad_norm, *_ = result
+        if not (asks_save or ends):  # else the step does not count
+            samples, seconds = get_current_global_batch_size(), ended - started
+            of_one = 1 / (seconds * self._args.world_size)
+            self._reported = _OnTheWay(losses)
+            self._held = {
+                "step": self._args.curr_iteration + 1,
+                "loss": None,
+                "grad_norm": _finite(grad_norm),
+                "num_tokens": 0,
+                "lr": lr,
+                "step_time_s": seconds,
+                "pause_s": started - (self._idle_since or started),
+                "data_wait_s": self._loading.waited_s - waited,
+                "tokens_per_s": samples * self._args.seq_length * of_one,
+                "tflops": num_floating_point_operations(self._args, samples) * of_one / 1e12,
+                "memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+                "skipped": bool(skipped),
+            }
+        self._idle_since = ended
         return result
 
     def evaluate(self, call: Callable, _) -> tuple:

@@ -76,19 +76,22 @@ class TestMetrics:
         assert pauses[0] == 0 and min(pauses[1:]) > 0.5
 
     def test_the_host_does_not_wait_for_the_numbers_of_a_step(self, tmp_path, monkeypatch):
-        def log(loss_dict, iteration, grad_norm, skipped_iter):
-            """Megatron's log, where it prints nothing."""
+        def take(optimizer, losses, skipped):
+            """Megatron's step, whose result has not come to the host."""
+            return losses, skipped, False, False, None, 0.5, 0, None
 
         args = options_of("--metrics-out", str(tmp_path / "metrics.jsonl")).args
         args.rank, args.world_size = 0, 1
-        monkeypatch.setattr(training, "training_log", log)
-        device, seen = torch.cuda.current_device(), []
-        with observed(args, None, seen.append):
+        monkeypatch.setattr(training, "train_step", take)
+        monkeypatch.setattr(metrics, "get_current_global_batch_size", lambda: 32)
+        device, seen, optimizer = torch.cuda.current_device(), [], Namespace(param_groups=[])
+        with observed(args, Namespace(waited_s=0.0), seen.append):
             for step in (1, 2, 3):
                 reported = {LOSS: float(step), TOKENS: 8.0}
                 scalars = {k: torch.full((), v, device=device) for k, v in reported.items()}
+                args.curr_iteration = step - 1
                 with no_host_sync():
-                    training.training_log(scalars, step, 0.5, int(step == 2))
+                    training.train_step(optimizer, scalars, int(step == 2))
                 assert len(seen) == step - 1
         names = ("step", "loss", "num_tokens", "skipped")
         found = [tuple(record[name] for name in names) for record in seen]
