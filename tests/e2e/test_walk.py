@@ -27,7 +27,7 @@ SMALL = {
     "source .venv/bin/activate; export OMP_NUM_THREADS=1\n": "",
     "--workers 16": "--workers 0",
     "nano-omni-30b-a3b": "tiny-omni",
-    "--plan-tiles 1:0.2,7:0.5,13:0.3": "--plan-tiles 1",
+    "--data digits:7": "--data digits:1",
     "--global-batch-size 128": "--global-batch-size 4",
     "--seq-length 4096": "--seq-length 64",
     "--dry-run 8 --device cuda --bf16": "--dry-run 8",

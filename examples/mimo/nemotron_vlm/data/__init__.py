@@ -71,7 +71,7 @@ def make_source(args: Namespace, preset: VLMPreset) -> SampleSource:
             chosen, words = kind or _imported(name), name.removeprefix(DIGITS)
             if "encoder" in parameters_of(chosen):
                 given["encoder"] = make_encoder(args, preset)
-            named = name if words == name else f"{DIGITS}digits={_count(words)}"
+            named = name if words == name else f"{DIGITS}digits={digits_of_strip(words)}"
             source = build(chosen, named, given)
             source.text("train", 0)
         if args.dynamic_resolution and isinstance(source, DigitTask):
@@ -102,7 +102,8 @@ def fingerprint(source: SampleSource, args: Namespace) -> str:
     return f"{source.fingerprint} packed {packing}"
 
 
-def _count(text: str) -> int:
+def digits_of_strip(text: str) -> int:
+    """Read the number N of ``--data digits:N``."""
     if not text.isdecimal() or int(text) < 1:
         raise UserError(f"--data {DIGITS}{text}: the digits of a strip must be 1 or more")
     return int(text)

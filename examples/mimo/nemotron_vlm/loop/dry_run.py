@@ -3,7 +3,6 @@
 """Answers about a run without starting it: parameters, memory, and the fastest layouts."""
 
 import os
-from argparse import Namespace
 from collections import Counter, defaultdict
 from dataclasses import replace
 
@@ -12,10 +11,10 @@ from examples.mimo.common.layout import COLOCATED, PLACEMENTS, PLANNED, table
 from examples.mimo.nemotron_vlm.options.command_line import CommandLine, read
 from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.nemotron_vlm.planner import parameters as params
-from examples.mimo.nemotron_vlm.planner.inputs import machine_of, plan_of, task_of, words_of
+from examples.mimo.nemotron_vlm.planner.inputs import words_of
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED
 from examples.mimo.nemotron_vlm.planner.memory import peak
-from examples.mimo.nemotron_vlm.planner.plan import Plan
+from examples.mimo.nemotron_vlm.planner.plan import Plan, plan_of, task_of
 from examples.mimo.nemotron_vlm.planner.report import choices_of, describe, gib, memory_table
 from examples.mimo.nemotron_vlm.planner.search import search
 from examples.mimo.nemotron_vlm.planner.step_time import seconds, step_time
@@ -47,8 +46,7 @@ def plan(line: CommandLine) -> str:
         UserError: the input is bad, several processes were started, or no plan fits.
     """
     _check_alone()
-    own = line.args
-    return describe(*_fastest(line, own, own.plan), own.model)
+    return describe(*_fastest(line, line.args.plan))
 
 
 def planned(line: CommandLine, ranks: int) -> CommandLine:
@@ -59,27 +57,27 @@ def planned(line: CommandLine, ranks: int) -> CommandLine:
     Raises:
         UserError: the input is bad, or no plan fits.
     """
-    own = Namespace(**vars(line.args))
-    if not own.dry_run and "--plan-gpus-per-node" not in line.given:
-        own.plan_gpus_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    (best, *_), _ = _fastest(line, own, ranks)
+    figures = {}
+    if not line.args.dry_run and "--plan-gpus-per-node" not in line.given:
+        figures["gpus_per_node"] = int(os.environ["LOCAL_WORLD_SIZE"])
+    (best, *_), _ = _fastest(line, ranks, **figures)
     return read([*line.words, *" ".join(choices_of(best)).split()])
 
 
-def _fastest(line: CommandLine, own: Namespace, ranks: int) -> tuple[list[Plan], int]:
+def _fastest(line: CommandLine, ranks: int, **figures: int) -> tuple[list[Plan], int]:
+    own = line.args
     if own.language not in ("", PLANNED) or own.encoder:
         raise UserError("the planner finds the layouts: leave out --language and --encoder")
-    machine = machine_of(own)
-    # The plans decide these; read as one rank, the command line must not ask for more.
-    alone = ["--placement", COLOCATED, "--micro-batch-size", "1", "--language="]
-    options = Run.of([*line.words, *alone], 1)
     given = {word.split("=")[0]: None for word in line.words if word.startswith("--recompute-")}
     if given and own.language == PLANNED:
         raise UserError(
             f"--language planned chooses what is recomputed: leave out {', '.join(given)}"
         )
+    # The plans decide these; read as one rank, the command line must not ask for more.
+    alone = ["--placement", COLOCATED, "--micro-batch-size", "1", "--language="]
+    task = task_of(Run.of([*line.words, *alone], 1), ranks, **figures)
     placements = (own.placement,) if "--placement" in line.given else PLACEMENTS
-    return search(task_of(options, machine, ranks, placements=placements))
+    return search(replace(task, placements=placements))
 
 
 def _check_alone() -> None:
@@ -94,8 +92,7 @@ def _parameters(options: Run) -> str:
     with params.stages_on_meta(options, 0) as stages:
         if options.adapters:
             options.adapters.check({word for stage in stages for word in stage.words})
-        held = [*params.by_place(stages).items()]
-        added = [*params.by_place(stages, of_adapters=True).items()]
+        held, added = (list(each.items()) for each in params.by_place(stages))
         for number, (place, numbers) in enumerate(held + added):
             parts = ["language model", f"language: {KINDS.get(place, place)}"]
             if isinstance(place, tuple):

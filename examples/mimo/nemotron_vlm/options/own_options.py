@@ -113,9 +113,6 @@ class OwnOptions(ReadingOptions):
     """GPU that --plan and --dry-run are for: h100, h200 or b200"""
     plan_gpus_per_node: int = 8
     """GPUs of a node that --plan and --dry-run are for"""
-    plan_tiles: str = ""
-    """image tiles of a sample that --plan and --dry-run are for, N[:CHANCE],…, as in
-    1:0.3,7:0.5,13:0.2; default: those of --data energon:PATH, or as many as --seq-length holds"""
 
 
 HELP = """Train a Nemotron VLM with Megatron's own loop, each module in its own parallel layout.
@@ -142,7 +139,6 @@ training    --encoder-lr RATE  --projector-lr RATE  --encoder-weight-decay RATE
 output      --keep-best eval_loss|eval_accuracy|eval_exact_match
             --config FILE  --metrics-out FILE  --report FILE  --log-file FILE
 before      --dry-run [RANKS]  --plan GPUS  --plan-gpu NAME  --plan-gpus-per-node N
-            --plan-tiles TILES
 
 Megatron's options are taken as well: --train-iters N, --global-batch-size N, --lr RATE,
 --save DIR, --load DIR, --bf16, ...; --help-all lists them all, with what each does."""

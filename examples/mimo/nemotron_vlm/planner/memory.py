@@ -44,12 +44,20 @@ def host_memory_of(plan: Plan) -> list[Memory]:
     """
     task, hosts = plan.task, []
     for stage in stages_of_pipeline(plan.layouts):
-        trained = held(task.preset, plan.layouts, stage, task.frozen, task.adapters)
-        every = trained if task.adapters else held(task.preset, plan.layouts, stage)
-        shard = _shard(plan, trained)
-        saved = task.state.saved * shard + task.machine.precision * _shard(plan, every)
-        hosts.append({"state": task.state.on_host * shard, "save": saved})
+        every, trained = _held(plan, stage)
+        shard, saved = (
+            _shard(plan, n) for n in (trained, trained if task.options.adapters else every)
+        )
+        in_save = task.state.saved * shard + task.machine.precision * saved
+        hosts.append({"state": task.state.on_host * shard, "save": in_save})
     return hosts
+
+
+def _held(plan: Plan, stage: Stage) -> tuple[list[float], list[float]]:
+    """Return the parameters that a rank holds, and those of them that are trained."""
+    run = plan.task.options
+    every = held(run.preset, plan.layouts, stage, frozenset(), run.adapters)
+    return every, held(run.preset, plan.layouts, stage, run.parts.frozen, run.adapters)
 
 
 def _shard(plan: Plan, numbers: Sequence[float]) -> float:
@@ -61,13 +69,11 @@ def _shard(plan: Plan, numbers: Sequence[float]) -> float:
 
 def _state(plan: Plan, stage: Stage) -> Memory:
     """Return the bytes of parameters, and of trained ones' gradients and optimizer's shard."""
-    task = plan.task
-    trained = held(task.preset, plan.layouts, stage, task.frozen, task.adapters)
-    every = held(task.preset, plan.layouts, stage, adapters=task.adapters)
+    state, (every, trained) = plan.task.state, _held(plan, stage)
     return {
-        "parameters": task.machine.precision * sum(every),
-        "gradients": task.state.gradient * sum(trained),
-        "optimizer": task.state.optimizer * _shard(plan, trained),
+        "parameters": plan.task.machine.precision * sum(every),
+        "gradients": state.gradient * sum(trained),
+        "optimizer": state.optimizer * _shard(plan, trained),
     }
 
 

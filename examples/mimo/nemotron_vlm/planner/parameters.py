@@ -7,7 +7,7 @@ for each set of sizes, in less than a tenth of a second; its parameters say whet
 parallelism divides them, so what a rank of any layout holds follows from them.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
@@ -60,44 +60,34 @@ def held(
     language model's, replicated over its dp·cp; and its experts', replicated over ``expt_dp``.
     """
     base, added = _one_of_each(preset, adapters)
-    of_base = _held(base, preset, layouts, stage, frozen)
-    of_adapters = _held(added, preset, layouts, stage, frozenset())
-    return [sum(pair) for pair in zip(of_base, of_adapters, strict=True)]
+    lay, encoders, is_language = layouts.language, [], stage.encoder is None
 
-
-def _held(
-    counts: dict[Place, list[int]],
-    preset: VLMPreset,
-    layouts: Layouts,
-    stage: Stage,
-    frozen: frozenset[ModelPart],
-) -> list[float]:
-    lay, encoders = layouts.language, []
-
-    def count(place: Place, tp: int, times: float = 1) -> float:
-        whole, divided = counts.get(place, (0, 0))
-        return times * (whole + divided / tp)
+    def count(place: Place, part: ModelPart, tp: int, times: float) -> float:
+        kinds = [added.get(place), None if part in frozen else base.get(place)]
+        return times * sum(whole + divided / tp for whole, divided in filter(None, kinds))
 
     for number, (each, own) in enumerate(zip(preset.encoders, layouts.encoders, strict=True)):
-        at = 0 if stage.encoder is None else stage.number
-        times = {VIT_LAYER: each.layers // own.pp, ENCODER: at == 0, PROJECTOR: at == own.pp - 1}
+        at = 0 if is_language else stage.number
         is_here = not layouts.non_colocated or number == stage.encoder
-        for part in (VIT_LAYER, ENCODER, PROJECTOR):
-            of = PROJECTOR if part == PROJECTOR else ENCODER
-            times[part] *= is_here and (each.name, of) not in frozen
-        encoders.append(sum(count((each.name, part), own.tp, n) for part, n in times.items()))
-    if stage.encoder is not None or LANGUAGE in frozen:
-        return [*encoders, 0.0, 0.0]
-    kinds = "".join(chunks_of(preset.language.hybrid_layer_pattern, lay)[stage.number :: lay.pp])
-    dense = sum(count(kind, lay.tp) for kind in kinds) + count(FIRST, lay.tp, stage.number == 0)
-    dense += count(LAST, lay.tp, stage.number == lay.pp - 1)
-    return [*encoders, dense, count(EXPERT, lay.etp, kinds.count("E") / lay.ep)]
+        times = {VIT_LAYER: each.layers // own.pp, ENCODER: at == 0, PROJECTOR: at == own.pp - 1}
+        encoders.append(0.0)
+        for place, repeated in times.items():
+            part = each.name, PROJECTOR if place == PROJECTOR else ENCODER
+            encoders[-1] += count((each.name, place), part, own.tp, repeated * is_here)
+    chunks = chunks_of(preset.language.hybrid_layer_pattern, lay)[stage.number :: lay.pp]
+    kinds = "".join(chunks) * is_language
+    ends = {FIRST: stage.number == 0, LAST: stage.number == lay.pp - 1}
+    times = Counter(kinds) | {place: is_language and here for place, here in ends.items()}
+    dense = sum(count(place, LANGUAGE, lay.tp, repeated) for place, repeated in times.items())
+    return [*encoders, dense, count(EXPERT, LANGUAGE, lay.etp, kinds.count("E") / lay.ep)]
+
+
+Counts = dict[Place, list[int]]
+"""Numbers of parameters that tensor parallelism does not divide, and that it does."""
 
 
 @cache
-def _one_of_each(
-    preset: VLMPreset, adapters: Adapters | None
-) -> tuple[dict[Place, list[int]], dict[Place, list[int]]]:
+def _one_of_each(preset: VLMPreset, adapters: Adapters | None) -> tuple[Counts, Counts]:
     """Return the parameters of a layer of each kind, and of what is around them; and their
     adapters'."""
     pattern = "".join(sorted(set(preset.language.hybrid_layer_pattern) - {"|"}))
@@ -107,22 +97,20 @@ def _one_of_each(
     with redirect_stdout(None):
         one = replace(Run.of(["--data", "mock"], 1, preset), adapters=adapters)
         with stages_on_meta(one, 0) as stages:
-            return by_place(stages), by_place(stages, of_adapters=True)
+            return by_place(stages)
 
 
-def by_place(stages: list[MimoModel], of_adapters: bool = False) -> dict[Place, list[int]]:
-    """Count the parameters of a rank's virtual stages, or of their adapters, by their place in the
-    model: those that tensor parallelism does not divide, and those that it does.
+def by_place(stages: list[MimoModel]) -> tuple[Counts, Counts]:
+    """Count the parameters of a rank's virtual stages, and of their adapters, by their place in the
+    model.
 
     An encoder's are ``VIT_LAYER``, ``ENCODER`` for what surrounds these, and ``PROJECTOR``. The
     language model's are the letter of a layer, ``EXPERT`` for its routed experts, and ``FIRST`` and
     ``LAST`` for what the first and the last stage of a pipeline have besides.
     """
-    counts: dict[Place, list[int]] = defaultdict(lambda: [0, 0])
+    counts: tuple[Counts, Counts] = {}, {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            if is_adapter(name) != of_adapters:
-                continue
             (module, part), (_, _, layer) = part_of(name), name.partition("coder.layers.")
             if module:
                 place = module, VIT_LAYER if part == ENCODER and layer else part
@@ -132,9 +120,9 @@ def by_place(stages: list[MimoModel], of_adapters: bool = False) -> dict[Place, 
                 place = EXPERT if is_routed else kinds[int(layer.split(".")[0])]
             else:
                 place = FIRST if ".embedding." in name else LAST
-            is_divided = getattr(parameter, "tensor_model_parallel", False)
-            counts[place][bool(is_divided)] += parameter.numel()
-    return dict(counts)
+            is_divided = bool(getattr(parameter, "tensor_model_parallel", False))
+            counts[is_adapter(name)].setdefault(place, [0, 0])[is_divided] += parameter.numel()
+    return counts
 
 
 @contextmanager

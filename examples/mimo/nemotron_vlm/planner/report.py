@@ -10,6 +10,7 @@ from examples.mimo.nemotron_vlm.planner.inputs import words_of
 from examples.mimo.nemotron_vlm.planner.memory import host_memory_of, memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import Plan, stages_of_pipeline
 from examples.mimo.nemotron_vlm.planner.step_time import seconds, step_time
+from megatron.training.training import num_floating_point_operations
 
 RECOMPUTE = {
     "none": [],
@@ -20,8 +21,7 @@ RECOMPUTE = {
 DECIDED = """--model --device --bf16 --fp16 --seq-length --global-batch-size --placement
     --micro-batch-size --encoder --language --encoder-macro-batch
     --recompute-encoder --recompute-granularity --recompute-modules --recompute-method
-    --recompute-num-layers --recompute-activations --plan --plan-gpu --plan-gpus-per-node
-    --plan-tiles""".split()
+    --recompute-num-layers --recompute-activations --plan --plan-gpu --plan-gpus-per-node""".split()
 DECIDED += [option_of(name) for names in SIZES.values() for name in names.values()]
 """Options that a plan's command has of its own, or has not."""
 GIB = 2**30
@@ -31,21 +31,21 @@ HEADS = ["", "s/step", "tokens/s/GPU", "TFLOP/s", "GiB", *SHARES, "encoder", "la
 HEADS += ["micro", "recompute", "placement"]
 
 
-def command(plan: Plan, model: str) -> list[str]:
+def command(plan: Plan) -> list[str]:
     """Return the lines of the command that runs a plan on GPUs, with all other options given."""
     world, per_node = plan.task.world, plan.task.machine.gpus_per_node
-    batch, words, is_own = plan.layouts.batch, [], True
+    options, batch, words, is_own = plan.task.options, plan.layouts.batch, [], True
     launch = f"torchrun --nproc-per-node {min(world, per_node)}"
     if world > per_node:
         launch += f" --nnodes {-(-world // per_node)}"
         launch += " --rdzv-backend c10d --rdzv-endpoint HEAD_NODE:29500"
-    for word in plan.task.words:
+    for word in options.line.words:
         if word.startswith("--"):  # its values follow
             is_own = word.split("=")[0] not in DECIDED
         words += [word] * is_own
     return [
         f"{launch} examples/mimo/pretrain_nemotron_vlm.py",
-        f"--model {model} --device cuda --bf16",
+        f"--model {options.args.model} --device cuda --bf16",
         f"--seq-length {batch.seq_length} --global-batch-size {batch.global_size}",
         *choices_of(plan),
         *[shlex.join(words)] * bool(words),
@@ -68,38 +68,42 @@ def choices_of(plan: Plan) -> list[str]:
     return options
 
 
-def describe(plans: list[Plan], allowed: int, model: str) -> str:
+def describe(plans: list[Plan], allowed: int) -> str:
     """Return everything that is printed about the best plans of those that the rules allow."""
     best = plans[0]
-    task, machine = best.task, best.task.machine
+    task, machine, batch = best.task, best.task.machine, best.layouts.batch
     title = (
         f"{task.preset.name} on {task.world} GPUs, {machine.gpus_per_node} a node: global batch "
-        f"{task.global_batch}, {task.seq_length} tokens and {words_of(task.preset, task.inputs)}\n"
+        f"{batch.global_size}, {batch.seq_length} tokens and {words_of(task.preset, task.inputs)}\n"
         f"the best that fit {machine.memory_bytes / 1e9:.0f} GB of {allowed} plans; "
         f"{machine.source}"
     )
-    rows = [[str(number), *_row(plan)] for number, plan in enumerate(plans, 1)]
+    width = task.preset.language.hidden_size
+    encoding = (each.mean(each.encoder.operations(each.sizes, width)) for each in task.inputs)
+    # Megatron's own count of the language model's operations; what is recomputed does not count.
+    operations = num_floating_point_operations.__wrapped__(task.options.args, 1) + sum(encoding)
+    rows = [[str(number), *_row(plan, operations)] for number, plan in enumerate(plans, 1)]
     memory = f"memory of the best, GiB of a rank by pipeline stage\n{memory_table(best)}"
-    run = "run it with\n" + " \\\n    ".join(command(best, model))
+    run = "run it with\n" + " \\\n    ".join(command(best))
     return "\n\n".join([title, table([HEADS, *rows]), memory, run])
 
 
-def _row(plan: Plan) -> list[str]:
-    """Return a row of the table; operations do not include recompute."""
-    task, parts, step = plan.task, step_time(plan), seconds(plan)
-    again = [plan.recompute] if plan.recompute != "none" else []
-    again += [f"encoder/{plan.schedule.recompute}"] if plan.schedule.recompute else []
+def _row(plan: Plan, operations: float) -> list[str]:
+    """Return a plan's row of the table; ``operations`` are those of a row of tokens."""
+    parts, step, batch = step_time(plan), seconds(plan), plan.layouts.batch
+    again = [plan.recompute] * (plan.recompute != "none")
+    again += [f"encoder/{plan.schedule.recompute}"] * bool(plan.schedule.recompute)
     macro_batch = f"×{plan.schedule.macro_batch}" * (plan.schedule.macro_batch > 1)
-    rows_a_gpu = task.global_batch / step / task.world
+    rows_a_gpu = batch.global_size / step / plan.task.world
     return [
         f"{step:.3f}",
-        f"{rows_a_gpu * task.seq_length:,.0f}",
-        f"{rows_a_gpu * task.operations / 1e12:.0f}",
+        f"{rows_a_gpu * batch.seq_length:,.0f}",
+        f"{rows_a_gpu * operations / 1e12:.0f}",
         gib(peak(plan)),
         *(f"{parts[name] / step:.1%}" for name in SHARES),
-        " ".join(plan.layouts.named_encoders(task.preset.names)),
+        " ".join(plan.layouts.named_encoders(plan.task.preset.names)),
         str(plan.layouts.language),
-        f"{plan.layouts.batch.micro_size}{macro_batch}",
+        f"{batch.micro_size}{macro_batch}",
         "+".join(again) or "-",
         plan.layouts.placement,
     ]

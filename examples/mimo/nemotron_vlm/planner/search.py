@@ -21,6 +21,7 @@ from examples.mimo.nemotron_vlm.planner.plan import Plan, Task
 from examples.mimo.nemotron_vlm.planner.step_time import seconds
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 
+MICRO_BATCHES = (1, 2, 4, 8)
 MACRO_BATCHES = (1, FASTEST, 4)
 VIRTUAL = (1, 2, 4)
 ENCODER_SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
@@ -76,7 +77,7 @@ def _plans(task: Task) -> Iterator[Plan]:
 
 def candidates(task: Task) -> Iterator[Layouts]:
     """Yield all layouts that the program's rules allow; several encoders have the same ranks."""
-    preset, count = task.preset, len(task.preset.encoders)
+    args, preset, count = task.options.args, task.preset, len(task.preset.encoders)
     splits = [(COLOCATED, [task.world] * (count + 1))]
     if count == 1:
         sizes = {round(share * task.world) for share in ENCODER_SHARES} - {0, task.world}
@@ -86,8 +87,8 @@ def candidates(task: Task) -> Iterator[Layouts]:
             continue
         is_apart = placement == NON_COLOCATED
         encoders = list(product(*(_encoder_layouts(task, n, is_apart) for n in encoder_ranks)))
-        for micro_size in task.micro_sizes:
-            batch = Batch(task.global_batch, micro_size, task.seq_length)
+        for micro_size in MICRO_BATCHES[: 1 if args.pack else None]:
+            batch = Batch(args.global_batch_size, micro_size, args.seq_length)
             for language in _language_layouts(task, ranks, not is_apart):
                 if language_violation(language, ranks, preset.language, batch):
                     continue  # soon: most break a rule

@@ -18,7 +18,7 @@ from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE
 from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
 from examples.mimo.nemotron_vlm.planner.inputs import Inputs
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED, language_layer, tokens_of
-from examples.mimo.nemotron_vlm.planner.machine import Machine, groups_of, replicas_of
+from examples.mimo.nemotron_vlm.planner.machine import Machine, groups_of
 from examples.mimo.nemotron_vlm.planner.parameters import chunks_of, held
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Task, stages_of_pipeline
 
@@ -49,7 +49,7 @@ def step_time(plan: Plan) -> dict[str, float]:
         else:
             alone = alone + number / plan.encoded_at_once * cost
     sizes = plan.task.preset.language, lay, layouts.batch, layouts.language_offset
-    passes = PASSES - (LANGUAGE in plan.task.frozen)
+    passes = PASSES - (LANGUAGE in plan.task.options.parts.frozen)
     chunks = language_chunks(*sizes, plan.recompute, machine, passes)
     stages += [sum(chunks[stage :: lay.pp]) for stage in range(lay.pp)]
     costs = np.stack(stages) + [machine.microbatch_overhead, 0.0, 0.0]
@@ -150,13 +150,16 @@ def after_backward(task: Task, layouts: Layouts) -> tuple[float, float]:
 
     Communication reduces gradients and gathers weights over replicas, where most is held.
     """
-    machine, stages = task.machine, stages_of_pipeline(layouts)
-    trained = task.frozen, task.adapters
+    machine, trained = task.machine, (task.options.parts.frozen, task.options.adapters)
+    stages = stages_of_pipeline(layouts)
     most = max((held(task.preset, layouts, stage, *trained) for stage in stages), key=sum)
+    firsts = zip((*layouts.encoders, layouts.language), layouts.offsets, strict=True)
+    groups = [groups_of(lay, machine.gpus_per_node, first) for lay, first in firsts]
+    replicas = [*(each["dp_cp"] for each in groups), groups[-1]["expt_dp"]]
     gradient, width, sent, adam = task.state.gradient, machine.precision, 0.0, 0.0
     # Adam reads a gradient twice, reads and writes its state, and writes the parameter.
     in_adam = 2 * gradient + 2 * task.state.optimizer + width
-    for group, numbers in zip(replicas_of(layouts, machine.gpus_per_node), most, strict=True):
-        sent += machine.gather(group, gradient * numbers) + machine.gather(group, width * numbers)
+    for group, numbers in zip(replicas, most, strict=True):
+        sent += machine.gather(group, (gradient + width) * numbers)
         adam += in_adam * numbers / group.size + gradient * numbers
     return sent, adam / machine.optimizer_bandwidth + machine.step_overhead

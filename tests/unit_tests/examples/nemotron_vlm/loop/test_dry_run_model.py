@@ -29,14 +29,6 @@ def alone(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
 
 
-def test_of_any_size_it_takes_no_memory():
-    """Layers that name the current device take none either: 31.6 B parameters would be 118 GB."""
-    Utils.destroy()
-    options = Run.of([*PUBLISHED, "--language", "ep=8"], 8)
-    with stages_on_meta(options, 0) as (model,):
-        assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-
-
 def test_features_that_are_checked_for_fp8_are_those_of_its_layers():
     """The sizes differ from each other. Multi-token prediction takes two hidden states at once."""
     Utils.destroy()
@@ -78,8 +70,7 @@ def test_the_stages_of_a_layout_hold_the_published_model_between_them(alone):
 
 
 def planned(line: str) -> str:
-    words = ["--seq-length", "64", "--global-batch-size", "64", *line.split()]
-    return plan(read(words))
+    return plan(read(["--seq-length", "64", "--global-batch-size", "64", *line.split()]))
 
 
 def test_a_plan_prints_a_command_with_all_that_was_planned_with(alone, tmp_path):
@@ -88,7 +79,7 @@ def test_a_plan_prints_a_command_with_all_that_was_planned_with(alone, tmp_path)
     file.write_text(
         "device: cuda\nbf16: true\nmodel: tiny-omni\nuse-precision-aware-optimizer: true\n"
         "main-params-dtype: fp16\nfreeze: encoder\nprompt: What is it?\n"
-        "micro-batch-size: 8\nrecompute-granularity: selective\nplan-tiles: 1\n"
+        "micro-batch-size: 8\nrecompute-granularity: selective\ndata: digits:1\n"
     )
     line = f"--plan 2 --plan-gpus-per-node 1 --config {file} --main-params-dtype fp32 --lr 1e-3"
     shown = planned(line)
@@ -108,14 +99,9 @@ def test_a_plan_prints_a_command_with_all_that_was_planned_with(alone, tmp_path)
     [
         ("--plan 8 --plan-gpu none", "--plan-gpu none"),
         ("--plan 8 --plan-gpus-per-node 0", "must be 1 or more"),
-        (
-            f"--plan 7 {REAL}",
-            "no plan for 7 GPUs: the program's rules allow none; other GPUs",
-        ),
+        (f"--plan 7 {REAL}", "no plan for 7 GPUs: the program's rules allow none; other GPUs"),
         (f"--plan 1 {REAL}", "none fits 141 GB; by this model 8 GPUs would do"),
-        ("--plan 8 --plan-tiles 99", "99 tiles a row .*: 396 tokens do not fit"),
-        ("--plan 8 --plan-tiles 1:x", "1:x is not N or N:CHANCE"),
-        ("--plan 8 --plan-tiles 1:0", "chances above 0"),
+        ("--plan 8 --data digits:99", "99 tiles a row .*: 396 tokens do not fit"),
         ("--plan 8 --language tp=2", "leave out --language"),
         ("--plan 8 --language planned --recompute-encoder=2", "out --recompute-encoder$"),
     ],
