@@ -25,29 +25,28 @@ POSITIONS = "a hybrid model has none, learned_absolute, rope and yarn"
 ADAM_TYPES = {"main_grads": "bf16", "main_params": "fp16", "exp_avg": "bf16", "exp_avg_sq": "bf16"}
 """Numbers that only the precision-aware optimizer keeps in other types than fp32, and one such."""
 LOCAL = "--device cuda --transformer-impl local"
+WEIGHT_SHARDS = {
+    "--tensor-parallel-num-weight-shards": "tensor_model_parallel_size",
+    "--expert-tensor-parallel-num-weight-shards": "expert_tensor_parallel_size",
+}
+"""Options that must have the value of an argument, which is their default."""
 
 
 def _only_predicts(run: Any) -> bool:
     return bool(getattr(run.args, "dry_run", 0) or getattr(run.args, "plan", 0))
 
 
-def _lacks(run: Any, option: str, package: str) -> bool:
-    return has(run, option) and find_spec(package) is None
-
-
-def _weight_shards(prefix: str, size: str) -> Rule:
-    option = f"--{prefix}tensor-parallel-num-weight-shards"
+def _without(options: str, package: str, what: str) -> Rule:
+    """Refuse options that need a package which is not installed here, unless nothing is run."""
 
     def is_broken(run: Any) -> bool:
-        return has(run, f"{option} {OTHER}{getattr(run.args, size)}")
+        return has(run, options) and not _only_predicts(run) and find_spec(package) is None
 
-    return Rule(option, is_broken, ONE_MODEL, "", f"{option} 4")
+    return Rule(options, is_broken, f"{what} is not installed", example=None)
 
 
 OF_MEGATRON = [
     on_cpu("--use-nccl-ub"),
-    on_cpu("--fp8-format", example="--fp8-format hybrid"),
-    on_cpu("--fp4-format", example="--fp4-format e2m1"),
     on_cpu("--moe-token-dispatcher-type flex"),
     on_cpu(
         "--transformer-impl other than local",
@@ -71,15 +70,10 @@ OF_MEGATRON = [
         ENGINE,
         example="--cp-comm-type a2a",
     ),
-    Rule(
-        "--use-precision-aware-optimizer",
-        lambda r: (
-            _lacks(r, "--use-precision-aware-optimizer", "transformer_engine")
-            and not _only_predicts(r)
-        ),
-        "Transformer Engine, whose Adam it takes, is not installed",
-        example=None,
-    ),
+    _without("--use-precision-aware-optimizer", "transformer_engine", "Transformer Engine"),
+    _without("--enable-ft-package", "nvidia_resiliency_ext", "nvidia-resiliency-ext"),
+    _without("--log-straggler with --device cuda", "pynvml", "nvidia-ml-py"),
+    _without("--wandb-project", "wandb", "wandb"),
     *(
         Rule(
             f"{option_of(f'{name}_dtype')} other than fp32",
@@ -119,7 +113,6 @@ OF_MEGATRON = [
     refused("--dataloader-type other than external", DATA, example="--dataloader-type cyclic"),
     refused("--cuda-graph-impl full_iteration", GRAPHS),
     refused("--cuda-graph-impl transformer_engine", GRAPHS),
-    on_cpu("--cuda-graph-impl local"),
     on_cpu(
         "--num-distributed-optimizer-instances other than 1 with --overlap-grad-reduce",
         "a GPU's stream orders the sums within and between instances, and a CPU has none",
@@ -146,18 +139,6 @@ OF_MEGATRON = [
         lambda r: r.args.cross_entropy_loss_fusion and not r.args.bf16,
         "it rounds the gradients of the logits to bfloat16",
         example="--cross-entropy-loss-fusion --device cuda --fp16",
-    ),
-    Rule(
-        "--log-straggler",
-        lambda r: r.args.device == "cuda" and _lacks(r, "--log-straggler", "pynvml"),
-        "PyTorch has no temperature of a GPU without nvidia-ml-py: pip install nvidia-ml-py",
-        example=None,
-    ),
-    Rule(
-        "--wandb-project",
-        lambda r: _lacks(r, "--wandb-project", "wandb"),
-        "wandb is not installed: pip install wandb",
-        example=None,
     ),
     refused(
         "--optimizer-cpu-offload with --async-save",
@@ -198,13 +179,15 @@ OF_MEGATRON = [
         "--squared-relu or --swiglu would take its place",
         "add --no-squared-relu",
     ),
-    Rule(
-        "--enable-ft-package",
-        lambda r: _lacks(r, "--enable-ft-package", "nvidia_resiliency_ext"),
-        "nvidia-resiliency-ext, which watches the ranks, is not installed",
+    *(
+        Rule(
+            option,
+            lambda r, o=option, size=size: has(r, f"{o} {OTHER}{getattr(r.args, size)}"),
+            ONE_MODEL,
+            example=f"{option} 4",
+        )
+        for option, size in WEIGHT_SHARDS.items()
     ),
-    _weight_shards("", "tensor_model_parallel_size"),
-    _weight_shards("expert-", "expert_tensor_parallel_size"),
 ]
 """Rules for Megatron's options in every program, in the order in which they are checked."""
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from examples.mimo.common.errors import UserError
 
-ENGINE = "it needs --transformer-impl transformer_engine"
 GPU = "it needs a GPU: --device cuda"
 ON_ENGINE = "--device cuda --transformer-impl transformer_engine"
+ENGINE = f"it needs {ON_ENGINE}"
 OTHER = "other than "
 NAMES = {"--fp8-format": "fp8", "--fp4-format": "fp4", "--use-nccl-ub": "nccl_ub"}
 NAMES |= {"--apply-layernorm-1p": "layernorm_zero_centered_gamma"}

@@ -2,15 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """This program's own options, in addition to Megatron's."""
 
-import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from examples.mimo.common.layout import COLOCATED, NON_COLOCATED
 from examples.mimo.nemotron_vlm.data.reading_options import ReadingOptions
-
-THREE_PHASES = "three-phases"
 
 
 def _repeated():
@@ -48,10 +45,6 @@ class OwnOptions(ReadingOptions):
     encoder_macro_batch: int | None = None
     """with colocated modules and no pipeline, encode the images of so many microbatches at once;
     default: 2 on GPUs if a step has that many, else 1"""
-    encoder_schedule: str = field(
-        default=THREE_PHASES, metadata={"argparse_meta": {"help": argparse.SUPPRESS}}
-    )
-    """three-phases, the only schedule of a colocated encoder beside a pipeline"""
     encoder_attention: Literal["te", "flash4"] | None = None
     """with --dynamic-resolution, compute the attention of images by Transformer Engine or by
     flash-attn-4; default: flash4 on Hopper GPUs in 16 bits where it is installed, else te"""

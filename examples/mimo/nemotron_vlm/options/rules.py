@@ -10,14 +10,30 @@ from examples.mimo.common.layout import COLOCATED, TOKEN_MULTIPLE, Batch
 from examples.mimo.common.layout_rules import main_layers
 from examples.mimo.common.megatron_rules import OF_MEGATRON
 from examples.mimo.common.refused_options import FAMILIES
-from examples.mimo.common.rules import ON_ENGINE, Rule, not_local, refusals, refused
-from examples.mimo.nemotron_vlm.options.derived import graphs_overlap, lacking_for_flash
+from examples.mimo.common.rules import (
+    ON_ENGINE,
+    Rule,
+    has,
+    not_local,
+    refusals,
+    refused,
+    with_graphs,
+)
+from examples.mimo.nemotron_vlm.data import have_equal_images
+from examples.mimo.nemotron_vlm.options.derived import (
+    graphs_overlap,
+    lacking_for_flash,
+    loads_amid_collectives,
+)
 from examples.mimo.nemotron_vlm.options.fp8_rules import of_fp8
-from examples.mimo.nemotron_vlm.options.graph_rules import MTP, OF_GRAPHS, depths
 from examples.mimo.nemotron_vlm.options.layout_rules import ranks_of_modules, violation
-from examples.mimo.nemotron_vlm.options.own_options import THREE_PHASES
 from examples.mimo.nemotron_vlm.options.value_rules import of_values
+from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
+from megatron.core.transformer.enums import CudaGraphModule
 
+OWN_GROUP = "Megatron would recompute these layers in a TP group of its own, which is not made"
+FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
+MTP = "--hybrid-layer-pattern MEM*/E*"
 ADAPTER_OPTIONS = (
     "--lora-alpha --lora-dropout --lora-rs --lora-target-modules --train-parts".split()
 )
@@ -33,18 +49,33 @@ def _is_unaligned(run: Any) -> bool:
     return row // max(1, language.tp) % 8 != 0
 
 
+def depths(run: Any) -> int:
+    """Return the number of later tokens that multi-token prediction predicts.
+
+    A pattern that cannot be read has none: Megatron's own checks refuse it.
+    """
+    try:
+        return parse_hybrid_pattern(run.asked.hybrid_layer_pattern).mtp_num_depths
+    except ValueError:
+        return 0
+
+
+def _in_8_bits(run: Any) -> bool:
+    """Return whether the language model's products are in 8 or 4 bits."""
+    parts = run.args.fp8_parts.split(",")
+    return bool(run.args.fp4 or (run.args.fp8 and (parts == [""] or "language" in parts)))
+
+
+def _captures_attention(args: Any) -> bool:
+    return not args.cuda_graph_modules or CudaGraphModule.attn in args.cuda_graph_modules
+
+
 OF_OWN_OPTIONS = [
     refused(
         "--linear-cp-mode other than chunkwise",
         "it was dropped",
         "state passing (chunkwise, the default) takes any cp",
         "--linear-cp-mode headwise",
-    ),
-    refused(
-        f"--encoder-schedule other than {THREE_PHASES}",
-        "it was dropped, as no real data could use it",
-        f"leave it out, which is {THREE_PHASES}",
-        "--encoder-schedule bubbles",
     ),
     Rule(
         "--lora-dim with --fp4-format or --moe-shared-expert-overlap",
@@ -86,19 +117,14 @@ OF_OWN_OPTIONS = [
     ),
     not_local("--attention-dropout", "--attention-dropout 0.1"),
     Rule(
-        "--num-layers of another number than --hybrid-layer-pattern",
+        "--num-layers or --mtp-num-layers of another number than --hybrid-layer-pattern",
         lambda r: (
-            r.asked.num_layers
+            r.asked.mtp_num_layers not in (None, depths(r))
+            or r.asked.num_layers
             not in (None, len(main_layers(r.args.hybrid_layer_pattern).replace("|", "")))
         ),
-        "the pattern gives the layers",
+        "the pattern gives the layers, and those of later tokens: MEM*/E*/E* is for two tokens",
         example="--num-layers 2",
-    ),
-    Rule(
-        "--mtp-num-layers of another number than --hybrid-layer-pattern",
-        lambda r: r.asked.mtp_num_layers not in (None, depths(r)),
-        "the pattern gives the layers of each later token, such as MEM*/E*/E* for two tokens",
-        example="--mtp-num-layers 1",
     ),
     Rule(
         "--hybrid-layer-pattern with multi-token prediction, tied embeddings and a pipeline",
@@ -130,6 +156,58 @@ OF_OWN_OPTIONS = [
         "--save-tokenizer-assets",
         "no tokenizer is loaded, as the samples bring their ids",
         example=None,
+    ),
+]
+
+OF_GRAPHS = [
+    with_graphs(
+        "--pack and attention in --cuda-graph-modules, or context parallelism",
+        "a graph has one shape, and packed rows differ in their samples",
+        "--bf16 --pack --cuda-graph-modules attn mamba",
+        lambda r: r.args.pack and (r.layouts.language.cp > 1 or _captures_attention(r.args)),
+    ),
+    with_graphs(
+        "--placement non-colocated or multi-token prediction",
+        "it has not been shown to work",
+        "--placement non-colocated",
+        lambda r: r.layouts.non_colocated or depths(r),
+    ),
+    with_graphs(
+        "--lora-dropout with recomputation",
+        "a layer that runs again without its graph would drop others",
+        "--lora-dim 8 --lora-dropout 0.1 --recompute-granularity selective",
+        lambda r: r.args.lora_dropout and r.args.recompute_granularity,
+    ),
+    with_graphs(
+        "--recompute-encoder and images of one size",
+        "a graph's backward keeps the activations of its forward",
+        "--data mock --recompute-encoder 1",
+        lambda r: r.args.recompute_encoder and have_equal_images(r.args),
+    ),
+    with_graphs(
+        "--overlap-grad-reduce or --overlap-param-gather, and images that vary",
+        "new shapes need new kernels, and loading one waits for all work on the device",
+        "--bf16 --dynamic-resolution --overlap-grad-reduce",
+        lambda r: (
+            loads_amid_collectives(r.args)
+            and (r.args.overlap_grad_reduce or r.args.overlap_param_gather)
+        ),
+    ),
+    with_graphs(
+        "--recompute-modules moe in FP8",
+        OWN_GROUP,
+        f"{FP8} --recompute-granularity selective --recompute-modules moe",
+        lambda r: (
+            _in_8_bits(r)
+            and has(r, "--recompute-granularity selective")
+            and "moe" in (r.args.recompute_modules or ())
+        ),
+    ),
+    Rule(
+        "--recompute-granularity full with multi-token prediction in FP8",
+        lambda r: _in_8_bits(r) and r.args.recompute_granularity == "full" and depths(r),
+        OWN_GROUP,
+        example=f"{ON_ENGINE} {FP8} --recompute-granularity full {MTP}",
     ),
 ]
 
