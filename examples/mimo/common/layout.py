@@ -117,11 +117,6 @@ class Layouts:
             return (0,) * len(self.modules)
         return tuple(accumulate((each.size for each in self.encoders), initial=0))
 
-    @property
-    def language_offset(self) -> int:
-        """First rank of the language model."""
-        return self.offsets[-1]
-
     def named_encoders(self, names: Sequence[str]) -> list[str]:
         """Return the encoders' layouts as ``--encoder`` takes them, without an only one's name."""
         if len(self.encoders) == 1:

@@ -12,7 +12,6 @@ Windows differ in their number of rows, so a checkpoint has the rows before its 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -28,7 +27,7 @@ SAMPLE, PLACE, ROWS, WORK, SIZE = range(5)
 becomes, operations that it takes, and its size."""
 
 COUNTED = 1024
-"""Rows of single samples from which the throughput is computed; packed, a window's."""
+"""Rows of single samples that stand for all; packed, a window's do."""
 
 
 class Packing(NamedTuple):
@@ -106,11 +105,6 @@ class Rows:
     def first(self) -> list[list[int]]:
         """Return the sample numbers of the first rows, which stand for all."""
         return self._packed(0) if self.packing else self.samples(0, COUNTED)
-
-    def operations(self, encoders: Sequence[Encoder], width: int) -> float:
-        """Return the mean operations of encoders for a row, forward and backward."""
-        inputs = (self.inputs(self.first(), each, width) for each in encoders)
-        return sum(float(np.mean([row[:, WORK].sum() for row in each])) for each in inputs)
 
     def window_of(self, row: int) -> tuple[int, int]:
         """Return the number of a packed row's window, and the number of rows before that window."""

@@ -28,8 +28,6 @@ class Layer(NamedTuple):
     kept: float  # in all from the forward for the backward
     for_weights: float  # of these, inputs of products that the weights' gradients alone need
     largest: float  # of the largest tensor
-    gathered: float = 0.0  # that context parallelism gathers
-    states: float = 0.0  # of recurrent states, in fp32, that context parallelism gathers
 
 
 def tokens_of(lay: Layout, batch: Batch) -> float:
@@ -44,7 +42,7 @@ def language_layer(kind: str, p: LanguagePreset, lay: Layout, batch: Batch) -> L
     Args:
         p: sizes of the model. lay: its layout.
     """
-    h, states, inputs = p.hidden_size, 0.0, p.hidden_size
+    h = inputs = p.hidden_size
     if kind == "*":
         q, kv = p.num_attention_heads * p.kv_channels, 2 * p.num_query_groups * p.kv_channels
         gemm, other = h * (2 * q + kv), {"attention": 2 * batch.seq_length * q}
@@ -53,7 +51,7 @@ def language_layer(kind: str, p: LanguagePreset, lay: Layout, batch: Batch) -> L
         inner, state = p.mamba_num_heads * p.mamba_head_dim, p.mamba_state_dim
         projected = 2 * inner + 2 * p.mamba_num_groups * state + p.mamba_num_heads
         gemm, other = h * (inner + projected), {"scan": 7 * inner * state}
-        kept, largest, states = projected + 3 * inner, projected, inner * state
+        kept, largest = projected + 3 * inner, projected
         inputs += inner
     elif kind == "G":
         heads, key = p.linear_num_value_heads, p.linear_num_key_heads * p.linear_key_head_dim
@@ -63,7 +61,7 @@ def language_layer(kind: str, p: LanguagePreset, lay: Layout, batch: Batch) -> L
         other = {"delta": 2 * (CONV_KERNEL * mixed + 4 * value * p.linear_value_head_dim)}
         # Queries and keys are repeated for all value heads.
         kept = projected + mixed + 2 * heads * p.linear_key_head_dim + 3 * value + heads * GDN_CHUNK
-        largest, states = 2 * (key + value), value * p.linear_key_head_dim
+        largest = 2 * (key + value)
         inputs += value
     elif kind == "E":
         ffn, sent, shared = (
@@ -82,8 +80,5 @@ def language_layer(kind: str, p: LanguagePreset, lay: Layout, batch: Batch) -> L
     tokens = tokens_of(lay, batch)
     work = {kind: tokens * each for kind, each in ({"gemm": 2 * gemm} | other).items()}
     norm = tokens * (2 * h + 1)
-    gathered = tokens * lay.cp * kv if kind == "*" else 0.0
-    # With zigzag tokens, a rank has two runs of each sequence.
-    states *= 2 * lay.cp * batch.micro_size / lay.tp
     kept, inputs, largest = norm + tokens * kept, tokens * inputs, tokens * largest
-    return Layer(work, norm, kept, inputs, largest, gathered, states)
+    return Layer(work, norm, kept, inputs, largest)

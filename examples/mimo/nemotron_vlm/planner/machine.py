@@ -49,7 +49,6 @@ def groups_of(lay: Layout, gpus_per_node: int, first: int = 0) -> dict[str, Grou
     """
     shapes = {
         "tp": (lay.tp, 1),
-        "cp": (lay.cp, lay.tp),
         "dp_cp": (lay.dp * lay.cp, lay.tp),
         "expt_tp": (lay.etp, 1),
         "ep": (lay.ep, lay.etp),

@@ -86,22 +86,18 @@ def _encoder_stage(plan: Plan, stage: Stage) -> Memory:
 
 
 def _language_stage(plan: Plan, stage: Stage) -> Memory:
-    """Return a language stage's bytes; colocated, encoder activations and bridge included."""
-    layouts, width, at_once = plan.layouts, plan.task.machine.precision, plan.encoded_at_once
-    parts = _language_kept(plan, stage.number)
-    if layouts.non_colocated:
+    """Return a language stage's bytes, with colocated encoders' activations."""
+    parts, at_once = _language_kept(plan, stage.number), plan.encoded_at_once
+    if plan.layouts.non_colocated:
         return parts
     kept = min(plan.schedule.recompute or at_once, at_once)
-    encoder = bridge = 0.0
-    for inputs, own in plan.encoders:
-        encoder += width * inputs.most_kept(own, kept * plan.rows(own), plan.task.inert)
-        crossing = inputs.most(inputs.embeddings, at_once * plan.rows(own))
-        if stage.number == 0:
-            crossing += 2 * inputs.most(inputs.embeddings, at_once * layouts.batch.micro_size)
-        bridge += width * plan.task.preset.language.hidden_size * crossing
+    encoder = plan.task.machine.precision * sum(
+        inputs.most_kept(own, kept * plan.rows(own), plan.task.inert)
+        for inputs, own in plan.encoders
+    )
     if plan.schedule.recompute:  # recomputed when the language model's are freed
         encoder = max(0.0, encoder - sum(parts.values()))
-    return parts | {"encoder activations": encoder, "bridge": bridge}
+    return parts | {"encoder activations": encoder}
 
 
 def _language_kept(plan: Plan, stage: int) -> Memory:

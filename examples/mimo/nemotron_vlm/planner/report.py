@@ -25,7 +25,7 @@ DECIDED = """--model --device --bf16 --fp16 --seq-length --global-batch-size --p
 DECIDED += [option_of(name) for names in SIZES.values() for name in names.values()]
 """Options that a plan's command has of its own, or has not."""
 GIB = 2**30
-SHARES = ("bubble", "communication", "bridge", "gradients")
+SHARES = ("bubble", "communication", "gradients")
 """Parts of a step whose shares are shown."""
 HEADS = ["", "s/step", "tokens/s/GPU", "TFLOP/s", "GiB", *SHARES, "encoder", "language"]
 HEADS += ["micro", "recompute", "placement"]

@@ -3,7 +3,7 @@
 """Seconds of a step, by one formula.
 
 The busiest stage runs all microbatches, and waits for one microbatch of each other stage:
-microbatches × busiest + (all stages − busiest) / vpp + encoders + bridges + optimizer.
+microbatches × busiest + (all stages − busiest) / vpp + encoders + optimizer.
 Nothing overlaps, as is the program's default. Ranks are balanced, so rows count in the mean.
 """
 
@@ -48,7 +48,7 @@ def step_time(plan: Plan) -> dict[str, float]:
             stages += [cost] * own.pp
         else:
             alone = alone + number / plan.encoded_at_once * cost
-    sizes = plan.task.preset.language, lay, layouts.batch, layouts.language_offset
+    sizes = plan.task.preset.language, lay, layouts.batch, layouts.offsets[-1]
     passes = PASSES - (LANGUAGE in plan.task.options.parts.frozen)
     chunks = language_chunks(*sizes, plan.recompute, machine, passes)
     stages += [sum(chunks[stage :: lay.pp]) for stage in range(lay.pp)]
@@ -56,7 +56,6 @@ def step_time(plan: Plan) -> dict[str, float]:
     busiest = costs[costs.sum(1).argmax()]
     parts = dict(zip(COSTS, (number * busiest + alone).tolist(), strict=True))
     parts["bubble"] = float(costs.sum() - busiest.sum()) / lay.vpp
-    parts["bridge"] = bridge_seconds(plan)
     parts["gradients"], parts["optimizer"] = after_backward(plan.task, replace(layouts, batch=None))
     return parts
 
@@ -83,14 +82,11 @@ def language_chunks(
     # Elsewhere the host asks for the experts' counts. Colocated, the first rank is 0.
     captures_experts = lay.ep <= 2 and lay.etp == 1 and not first and recompute == "none"
     for kind in set(p.hybrid_layer_pattern) - {"|"}:
-        layer, experts = language_layer(kind, p, lay, batch), 0.0
-        sent, exchanged = 4.0 * layer.states + machine.precision * layer.gathered, 0.0
+        layer, experts, exchanged = language_layer(kind, p, lay, batch), 0.0, 0.0
         if kind == "E":
             experts, sent = p.num_experts / lay.ep, size * p.moe_router_topk
             exchanged = 2 * machine.all_to_all(groups["ep"], sent)
             exchanged += 2 * machine.gather(groups["expt_tp"], sent * lay.etp)
-        elif sent:
-            exchanged = machine.gather(groups["cp"], sent)
         compute = passes * machine.seconds(layer.work)
         if not (machine.has_graphs and (kind in "MG" or kind == "E" and captures_experts)):
             compute = machine.with_host(compute, kind, experts=experts)
@@ -127,21 +123,6 @@ def _of_each(inputs: Inputs, machine: Machine, width: int) -> tuple[np.ndarray, 
     """Return the seconds that each input takes, and its elements that TP ranks sum."""
     work = inputs.encoder.work(inputs.sizes, width)
     return machine.seconds(work), inputs.encoder.reduced(inputs.sizes)
-
-
-def bridge_seconds(plan: Plan) -> float:
-    """Return the seconds in which all embeddings cross the bridges, and their gradients return.
-
-    Nothing crosses if both modules have the same samples on the same ranks.
-    """
-    layouts, lay, machine, most = plan.layouts, plan.layouts.language, plan.task.machine, 0.0
-    for inputs, own in plan.encoders:
-        if layouts.non_colocated or (own.dp, 1) != (lay.dp, lay.pp):
-            rows = layouts.batch.global_size / min(own.dp, lay.dp)
-            most += 2 * rows * inputs.mean(inputs.embeddings)
-    leaves = plan.task.world > machine.gpus_per_node
-    bandwidth = machine.network_bandwidth if leaves else machine.node_bandwidth
-    return most * plan.task.preset.language.hidden_size * machine.precision / bandwidth
 
 
 @cache

@@ -60,7 +60,7 @@ class TestRules:
         """Non-colocated, from what the other module leaves."""
         layouts = resolved(encoder, language, 8, placement=placement)
         assert (layouts.encoder.dp, layouts.language.dp) == dp
-        assert layouts.language_offset == (layouts.encoder.size if placement != COLOCATED else 0)
+        assert layouts.offsets[-1] == (layouts.encoder.size if placement != COLOCATED else 0)
 
     @pytest.mark.parametrize(
         ("encoder", "language", "world", "text"),
