@@ -76,9 +76,9 @@ class TestMetrics:
         assert pauses[0] == 0 and min(pauses[1:]) > 0.5
 
     def test_the_host_does_not_wait_for_the_numbers_of_a_step(self, tmp_path, monkeypatch):
-        def take(optimizer, losses, skipped):
+        def take(optimizer, losses, skipped, ends=False):
             """Megatron's step, whose result has not come to the host."""
-            return losses, skipped, False, False, None, 0.5, 0, None
+            return losses, skipped, False, ends, None, 0.5, 0, None
 
         args = options_of("--metrics-out", str(tmp_path / "metrics.jsonl")).args
         args.rank, args.world_size = 0, 1
@@ -93,6 +93,7 @@ class TestMetrics:
                 with no_host_sync():
                     training.train_step(optimizer, scalars, int(step == 2))
                 assert len(seen) == step - 1
+            training.train_step(optimizer, scalars, 0, True)  # Megatron does not count this step
         names = ("step", "loss", "num_tokens", "skipped")
         found = [tuple(record[name] for name in names) for record in seen]
         assert found == [(1, 1.0, 8, False), (2, 2.0, 8, True), (3, 3.0, 8, False)]
