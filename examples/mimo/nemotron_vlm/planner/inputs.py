@@ -9,7 +9,6 @@ are not there, rows are full of images, as mock samples are; ``--data digits:N``
 import math
 from argparse import Namespace
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -40,11 +39,6 @@ class Inputs:
     def __init__(self, encoder: Encoder, rows: list[np.ndarray]) -> None:
         self.encoder, self.sizes, self._rows = encoder, np.concatenate(rows), len(rows)
         self._row = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
-
-    @cached_property
-    def embeddings(self) -> np.ndarray:
-        """Rows of the language model that each input becomes, int64 [inputs]."""
-        return self.encoder.rows(self.sizes)
 
     def mean(self, values: np.ndarray, rows: float = 1.0) -> float:
         """Return the mean of ``rows`` rows for values of each input, [inputs]; half a row has at
@@ -102,7 +96,7 @@ def inputs_of(args: Namespace, preset: VLMPreset) -> tuple[Inputs, ...]:
         else Inputs(each, [row[:, SIZE] for row in rows.inputs(first, each, width)])
         for each in preset.encoders
     ]
-    tokens = sum(each.mean(each.embeddings) for each in found)
+    tokens = sum(each.mean(each.encoder.rows(each.sizes)) for each in found)
     if tokens > args.seq_length:
         what = f"{words_of(preset, found)}: {tokens:.0f} tokens"
         raise UserError(f"{what} do not fit --seq-length {args.seq_length}")

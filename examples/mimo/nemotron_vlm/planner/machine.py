@@ -30,15 +30,10 @@ OVERHEAD |= {"G": 4e-3, "-": 1e-3}  # guesses
 
 
 class Group(NamedTuple):
-    """A group of ranks: its size, and the number of nodes it spans."""
+    """A group of ranks: its size, and the mean number of its ranks that share a node."""
 
     size: int
-    nodes: int
-
-    @property
-    def per_node(self) -> float:
-        """Mean number of ranks that share a node."""
-        return self.size / self.nodes
+    per_node: float
 
 
 @cache
@@ -55,7 +50,8 @@ def groups_of(lay: Layout, gpus_per_node: int, first: int = 0) -> dict[str, Grou
         "expt_dp": (lay.expt_dp, lay.etp * lay.ep),
     }
     members = {n: range(first, first + size * step, step) for n, (size, step) in shapes.items()}
-    return {n: Group(len(m), len({r // gpus_per_node for r in m})) for n, m in members.items()}
+    nodes = {n: len({rank // gpus_per_node for rank in m}) for n, m in members.items()}
+    return {n: Group(len(m), len(m) / nodes[n]) for n, m in members.items()}
 
 
 @dataclass(frozen=True, eq=False)  # two machines are the same if they are one object, as in caches
@@ -79,7 +75,7 @@ class Machine:
     def gather(self, group: Group, size: float) -> float:
         """Return the seconds of an all-gather or reduce-scatter of ``size`` bytes in all."""
         bandwidth = self.node_bandwidth
-        if group.nodes > 1:
+        if group.per_node < group.size:
             bandwidth = min(bandwidth, self.network_bandwidth * group.per_node)
         return size * (group.size - 1) / group.size / bandwidth
 

@@ -218,7 +218,7 @@ def test_it_is_what_the_planner_counts(omni_shards):
         each = inputs.encoder
         sizes = opened.sizes("train", 0, COUNTED, each.name)
         rows = sum(each.rows(row).sum() for row in sizes)
-        assert inputs.mean(inputs.embeddings) == rows / COUNTED
+        assert inputs.mean(each.rows(inputs.sizes)) == rows / COUNTED
         kept = [each.kept(row, layout).sum() for row in sizes]
         assert inputs.most_kept(layout, 1, frozenset()) == pytest.approx(max(kept))
         assert max(kept) > 1.2 * np.mean(kept)  # rows differ
