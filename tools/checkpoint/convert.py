@@ -1,9 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Convert weights of Hugging Face's NemotronH, C-RADIO or a whole VLM to a checkpoint, and back.
+"""Convert weights of Hugging Face's Nemotron 3 Nano Omni to a checkpoint, and back.
 
 Usage, with the applied checkout on PYTHONPATH, or in build/Megatron-LM:
-    python tools/checkpoint/convert.py hf-to-megatron --language DIR --vision DIR --out DIR
+    python tools/checkpoint/convert.py hf-to-megatron --vlm DIR --model NAME --out DIR
     python tools/checkpoint/convert.py megatron-to-hf CHECKPOINT --like DIR --out DIR
     python tools/checkpoint/convert.py verify CHECKPOINT DIR
 """
@@ -30,16 +30,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     into = commands.add_parser("hf-to-megatron", help="write a checkpoint that --load takes")
     into.set_defaults(run=_to_megatron)
-    for part, what in (
-        ("vlm", "a whole VLM; the others choose parts from elsewhere"),
-        ("language", "NemotronH"),
-        ("vision", "C-RADIO"),
-        ("projector", "mlp1 of a VLM"),
-    ):
-        into.add_argument(f"--{part}", type=Path, metavar="DIR", help=what)
-    into.add_argument("--adapter", type=Path, metavar="DIR", help="of peft, and nothing else")
-    into.add_argument("--tile", type=int, metavar="PIXELS", help="a tile's side")
-    into.add_argument("--seed", type=int, default=1234, help="of parts that are not given")
+    given = into.add_mutually_exclusive_group(required=True)
+    given.add_argument("--vlm", type=Path, metavar="DIR", help="a whole VLM")
+    given.add_argument("--adapter", type=Path, metavar="DIR", help="adapters of peft")
+    encoders = "has the model's encoders, and the adapters' base; nano-omni-30b-a3b by default"
+    into.add_argument("--model", default="nano-omni-30b-a3b", metavar="NAME|FILE", help=encoders)
     dropped = {"action": "append", "default": [], "metavar": "PATTERN"}
     into.add_argument("--leave-out", help="tensors to leave out, e.g. 'sound_*'", **dropped)
     back = commands.add_parser("megatron-to-hf", help="write a Hugging Face directory")
@@ -57,11 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--tolerance", type=float, default=1e-3, metavar="SHARE", help=most)
     for command in (into, back):
         command.add_argument("--out", type=Path, required=True, metavar="DIR", help="new directory")
-    sizes = "sizes of parts that are not given; nano-vl-30b-a3b by default"
-    into.add_argument("--model", default="nano-vl-30b-a3b", metavar="NAME|FILE", help=sizes)
-    sizes = "the checkpoint's sizes; by default, those of its model.json or of its run"
-    for command in (back, check):
-        command.add_argument("--model", metavar="NAME|FILE", help=sizes)
     return parser
 
 
@@ -70,50 +60,33 @@ def _convert(options: argparse.Namespace) -> None:
 
     if options.out and options.out.exists():
         raise UserError(f"--out {options.out} exists already")
-    needed = dict.fromkeys(("safetensors", "transformers"), "'transformers>=5.23'")
-    if getattr(options, "adapter", None):
-        needed["peft"] = "peft"
+    needed = {"transformers": "'transformers>=5.23'"}
+    needed |= {"peft": "peft"} if getattr(options, "adapter", None) else {}
     for package, wanted in needed.items():
         if find_spec(package) is None:
             raise UserError(f"{package} is not installed: pip install {wanted}")
-    from conversion.directions import preset_of_checkpoint
+    options.run(options)
+
+
+def _to_megatron(options: argparse.Namespace) -> None:
+    from conversion.directions import MODEL, to_megatron
     from examples.mimo.nemotron_vlm.model.presets import find_preset
 
-    model = options.model
-    options.run(options, find_preset(model) if model else preset_of_checkpoint(options.checkpoint))
-
-
-def _to_megatron(options: argparse.Namespace, base) -> None:
+    base, out = find_preset(options.model), options.out
     if options.adapter:
         from conversion.peft_files import from_peft
 
-        words = from_peft(options.adapter, base, options.seed, options.out)
-        words = f"--pretrained-checkpoint BASE {words}"
-        print(f"begin a run with: --finetune --load {options.out} {words}")
+        words = f"--pretrained-checkpoint BASE {from_peft(options.adapter, base, out)}"
+        print(f"begin a run with: --finetune --load {out} {words}")
         return
-    from conversion.directions import MODEL, to_megatron
-    from conversion.sources import LANGUAGE, parts_of, sources_of
-    from examples.mimo.common.errors import UserError
-
-    encoder, projector = base.images.parts()
-    given = {LANGUAGE: options.language, encoder: options.vision, projector: options.projector}
-    sources = [
-        source for part, path in given.items() if path for source in sources_of(path, base, [part])
-    ]
-    rest = [part for part in parts_of(base) if not given.get(part)]
-    if options.vlm and rest:
-        sources += sources_of(options.vlm, base, rest)
-    if not sources:
-        raise UserError("nothing to convert: give --language, --vision, --projector or --vlm")
-    how = {"tile": options.tile, "leave_out": options.leave_out, "seed": options.seed}
-    dropped, initial = to_megatron(sources, base, options.out, **how)
+    dropped, initial = to_megatron(options.vlm, base, out, options.leave_out)
     _list("not in our model, left out", dropped)
-    _list(f"initial weights of seed {options.seed}", initial)
-    print(f"load it with: --model {options.out / MODEL} --pretrained-checkpoint {options.out}")
+    _list("initial weights", initial)
+    print(f"load it with: --model {out / MODEL} --pretrained-checkpoint {out}")
 
 
-def _to_hugging_face(options: argparse.Namespace, base) -> None:
-    from conversion.directions import to_hugging_face
+def _to_hugging_face(options: argparse.Namespace) -> None:
+    from conversion.directions import preset_of_checkpoint, to_hugging_face
     from conversion.trained import export
 
     if options.adapter:
@@ -122,15 +95,16 @@ def _to_hugging_face(options: argparse.Namespace, base) -> None:
         return to_peft(options.checkpoint, options.like, options.out)
     if not options.like:
         return export(options.checkpoint, options.out)
+    base = preset_of_checkpoint(options.checkpoint)
     copied = to_hugging_face(options.checkpoint, options.like, base, options.out)
     _list(f"not in our model, copied from {options.like}", copied)
 
 
-def _verify(options: argparse.Namespace, preset) -> None:
+def _verify(options: argparse.Namespace) -> None:
     from conversion.verify import differences
     from examples.mimo.common.errors import UserError
 
-    found = list(differences(options.checkpoint, options.directory, preset))
+    found = list(differences(options.checkpoint, options.directory))
     for kind, difference, deviation in found:
         print(f"{kind}: largest difference {difference:.1e}, deviation of logits {deviation:.2g}")
     wrong = [kind for kind, *both in found if not both[0] <= options.tolerance * both[1]]

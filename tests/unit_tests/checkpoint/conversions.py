@@ -21,7 +21,7 @@ from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools" / "checkpoint"))
 
 import convert as program  # noqa: E402
-from conversion.sources import config_of, preset_of, sources_of  # noqa: E402, F401
+from conversion.published import Published, config_of  # noqa: E402, F401
 from conversion.tensor_files import INDEX, write_files  # noqa: E402, F401
 from conversion.verify import Given, their_logits  # noqa: E402, F401
 
@@ -53,14 +53,13 @@ def convert(*arguments: str | Path) -> str:
     return said.getvalue()
 
 
-def convert_once(
-    path: Path, model: Callable[[], torch.nn.Module], *arguments: str, option: str = "--vlm"
-) -> Path:
-    """Convert a model on the first rank alone; return the folder, beside which `theirs` lies."""
+def convert_once(path: Path, model: Callable[[], torch.nn.Module], name: str) -> Path:
+    """Convert a model on the first rank alone, by the encoders of the program's model ``name``;
+    return the folder, beside which `theirs` lies."""
     with Utils.first_rank_first() as first:
         if first:
             theirs = save(model(), path / "theirs")
-            convert("hf-to-megatron", option, theirs, *arguments, "--out", path / "ours")
+            convert("hf-to-megatron", "--vlm", theirs, "--model", name, "--out", path / "ours")
     return path / "ours"
 
 

@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    NemotronHConfig,
-    NemotronHForCausalLM,
-    PreTrainedModel,
-    RadioConfig,
-    RadioModel,
+from transformers import NemotronHConfig, PreTrainedModel, RadioConfig
+from transformers.models.nemotron_h_omni import (
+    NemotronH_Omni_Reasoning_V3,
+    NemotronH_Omni_Reasoning_V3_Config,
 )
 
 SHARD = "20KB"
@@ -32,7 +30,7 @@ SOUND = {
 """Configuration of a VLM's encoder of sound."""
 
 
-def language_config(**changes) -> NemotronHConfig:
+def language_config() -> NemotronHConfig:
     """Two layers of each kind; tp=2, pp=2 and ep=2 divide it."""
     sizes = {
         "hybrid_override_pattern": "ME*-ME*-",
@@ -52,7 +50,7 @@ def language_config(**changes) -> NemotronHConfig:
         "moe_shared_expert_intermediate_size": 24,
         "routed_scaling_factor": 2.5,
     }
-    return NemotronHConfig(**sizes | changes)
+    return NemotronHConfig(**sizes)
 
 
 def encoder_config(**changes) -> RadioConfig:
@@ -91,23 +89,8 @@ def randomized(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-def language_model(**changes) -> NemotronHForCausalLM:
-    """A random NemotronH."""
-    return randomized(NemotronHForCausalLM(language_config(**changes)))
-
-
-def encoder(**changes) -> RadioModel:
-    """A random RADIO."""
-    return randomized(RadioModel(encoder_config(**changes)))
-
-
-def whole_vlm(sound: bool = False):
+def whole_vlm(sound: bool = False) -> NemotronH_Omni_Reasoning_V3:
     """A random model of the published VLM's class, with or without its encoder of sound."""
-    from transformers.models.nemotron_h_omni import (
-        NemotronH_Omni_Reasoning_V3,
-        NemotronH_Omni_Reasoning_V3_Config,
-    )
-
     config = NemotronH_Omni_Reasoning_V3_Config(
         vision_config=encoder_config(video_temporal_patch_size=2),
         text_config=language_config(),

@@ -21,13 +21,12 @@ from examples.mimo.nemotron_vlm.options.command_line import read
 from tests.unit_tests.checkpoint.conversions import (
     TOLERANCE,
     Given,
+    Published,
     assert_back_again,
     assert_verified,
     config_of,
     convert,
     convert_once,
-    preset_of,
-    sources_of,
     tensors_of,
     their_logits,
 )
@@ -121,7 +120,7 @@ CONVERSATIONS += ("--transformer-impl", "local")  # the engine has such images i
 @requires_world_size(1)
 def test_every_kind_of_input_has_their_logits_and_back_it_has_the_same_bits(shared_path):
     """Video and sound are converted, not copied. Gradients and training prove layouts."""
-    directory = convert_once(shared_path, MODEL, "--model", "tiny-omni")
+    directory = convert_once(shared_path, MODEL, "tiny-omni")
     theirs = directory.with_name("theirs")
     copied = assert_back_again(directory, theirs)
     assert "video" not in copied and "sound_projection" not in copied
@@ -131,7 +130,7 @@ def test_every_kind_of_input_has_their_logits_and_back_it_has_the_same_bits(shar
 @in_layouts
 def test_gradients_of_conversations_are_theirs(layout, shared_path, record_property):
     """Tensor by tensor, of the loss of all tokens: the converter takes gradients for weights."""
-    directory = convert_once(shared_path, MODEL, "--model", "tiny-omni")
+    directory = convert_once(shared_path, MODEL, "tiny-omni")
     options = (*loading(directory), *CONVERSATIONS, *layout.split())
     save_gradients(shared_path / "gradients", *options, source=conversations())
     with Utils.first_rank_first() as first:
@@ -165,7 +164,7 @@ PLAIN = "--moe-aux-loss-coeff 0 --moe-router-bias-update-rate 0 --lr 1e-3 --lr-d
 @in_layouts
 def test_training_is_that_of_plain_pytorch(layout, shared_path, record_property):
     """Losses and gradient norms of five steps, with weight decay and clipping."""
-    directory = convert_once(shared_path, MODEL, "--model", "tiny-omni")
+    directory = convert_once(shared_path, MODEL, "tiny-omni")
     options = (*loading(directory), *CONVERSATIONS, *PLAIN.split(), *layout.split())
     with trainer(*BATCH, *options, "--train-iters", "5", source=conversations()) as run:
         ours = [run.train_step() for _ in range(5)]
@@ -211,7 +210,7 @@ def released(tmp_path):
 @requires_world_size(1)
 def test_the_preset_has_the_sizes_of_the_released_configuration(released):
     wanted, base = nano_omni_30b_a3b(), tiny_omni()
-    found = preset_of(sources_of(released, base, may_lack_tensors=True), base, None)
+    found = Published(released, base, may_lack_tensors=True).preset
     chosen = ("min_patches", "max_patches", "clip_patches")
     bounds = {name: getattr(base.images, name) for name in chosen}
     assert found.language == wanted.language

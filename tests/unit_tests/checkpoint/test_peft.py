@@ -23,7 +23,6 @@ from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import apart
 from tests.unit_tests.examples.nemotron_vlm.runs import Trainer, trainer
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
-from conversion.directions import preset_of_checkpoint  # isort: skip
 from conversion.peft_files import PREFIX  # isort: skip
 from conversion.their_model import their_model  # isort: skip
 from conversion.verify import differences  # isort: skip
@@ -63,8 +62,7 @@ def path(tmp_path_factory) -> Iterator[Path]:
 def largest(checkpoint: Path, directory: Path) -> dict[str, float]:
     """Largest differences of logits between the program and transformers, by kind of input."""
     Utils.destroy()
-    found = differences(checkpoint, directory, preset_of_checkpoint(checkpoint))
-    return {kind: difference for kind, difference, _ in found}
+    return {kind: difference for kind, difference, _ in differences(checkpoint, directory)}
 
 
 @pytest.mark.parametrize("directory", ["peft", "merged"])

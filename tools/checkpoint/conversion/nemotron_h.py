@@ -111,9 +111,7 @@ SIZES = {
 class LanguagePart(Part):
     """The language model."""
 
-    def sizes(
-        self, base: LanguagePreset, config: Any, files: Files, outer: str, tile: int | None
-    ) -> LanguagePreset:
+    def sizes(self, base: LanguagePreset, config: Any, files: Files) -> LanguagePreset:
         """See `Part`; kinds of layers that the model lacks keep the sizes of ``base``."""
         pattern = "".join(SYMBOLS[kind] for kind in config.layers_block_type)
         expected = dict(EXPECTED)
@@ -137,7 +135,7 @@ class LanguagePart(Part):
         config["hybrid_override_pattern"] = sizes.hybrid_layer_pattern
         config["time_step_min"] = TIME_STEP_MIN
         config["norm_topk_prob"] = sizes.moe_router_topk > 1
-        return config | {"model_type": self.model_type}
+        return config | {"model_type": "nemotron_h"}
 
     def table(self, sizes: LanguagePreset) -> Table:
         """See `Part`."""

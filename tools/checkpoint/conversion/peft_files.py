@@ -7,7 +7,6 @@ and the experts of a layer as one. B's rows go where the rows of the adapted wei
 """
 
 import re
-import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -22,8 +21,8 @@ from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 from conversion.directions import MODEL, preset_of_run, whole_directory
 from conversion.merged import adapters_of, matrices_of
 from conversion.program_model import program_model, saved_key
+from conversion.published import parts_of, translation_of
 from conversion.rows import Shape, differences, refuse
-from conversion.sources import sources_of
 from conversion.tensor_files import TensorFiles
 from conversion.torch_dist import Checkpoint, write_checkpoint
 from conversion.trained import their_config
@@ -57,7 +56,7 @@ EXPECTED = {
 class _TheirNames:
     """The tensors of a whole VLM of transformers.
 
-    translations: of the model's parts.
+    translation: of all parts.
 
     Args:
         shapes: shapes of our tensors, by name.
@@ -68,10 +67,7 @@ class _TheirNames:
 
     def __init__(self, preset: VLMPreset, shapes: Mapping[str, Shape]) -> None:
         config = their_config(preset, {each.name: each.token for each in preset.encoders})
-        with tempfile.TemporaryDirectory() as directory:
-            config.save_pretrained(directory)
-            sources = sources_of(Path(directory), preset, may_lack_tensors=True)
-        self.translations = [source.translation(preset, shapes) for source in sources]
+        self.translation = translation_of(parts_of(preset), preset, shapes)
         with torch.device("meta"):
             rules = get_model_conversion_mapping(NemotronH_Omni_Reasoning_V3(config))
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -105,23 +101,22 @@ def to_peft(checkpoint: Path, like: Path | None, out: Path) -> None:
     args, preset = saved.options, preset_of_run(saved.options)
     with program_model(preset) as program:
         parts, names = program.parts, _TheirNames(preset, program.shapes)
-    tensors: dict[str, torch.Tensor] = {}
+    translation, tensors = names.translation, {}
     pairs: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-    for translation in names.translations:
-        for name, slices in translation.of_theirs.items():
-            ours, targets = {each.ours: parts[each.ours] for each in slices}, names.targets(name)
-            part = parts[slices[0].ours]
-            place = part.global_offset[: part.prepend_axis_num]
-            if saved_key(part.key) in saved.tensors:
-                if part_of(part.key)[1] != "projector":
-                    raise UserError(f"{part.key} was trained, too: leave out --adapter")
-                tensors[targets[0]] = translation.split(name, saved.read(ours))
-            elif (first := matrices_of(saved_key(part.key))[0]) in held:
-                seconds = {each: matrices_of(saved_key(ours[each].key))[1] for each in ours}
-                rows = {each: held[second][place] for each, second in seconds.items()}
-                rows = translation.split(name, rows).chunk(len(targets))
-                for target, second in zip(targets, rows, strict=True):
-                    pairs[target].append((held[first][place], second))
+    for name, slices in translation.of_theirs.items():
+        ours, targets = {each.ours: parts[each.ours] for each in slices}, names.targets(name)
+        part = parts[slices[0].ours]
+        place = part.global_offset[: part.prepend_axis_num]
+        if saved_key(part.key) in saved.tensors:
+            if part_of(part.key)[1] != "projector":
+                raise UserError(f"{part.key} was trained, too: leave out --adapter")
+            tensors[targets[0]] = translation.split(name, saved.read(ours))
+        elif (first := matrices_of(saved_key(part.key))[0]) in held:
+            seconds = {each: matrices_of(saved_key(ours[each].key))[1] for each in ours}
+            rows = {each: held[second][place] for each, second in seconds.items()}
+            rows = translation.split(name, rows).chunk(len(targets))
+            for target, second in zip(targets, rows, strict=True):
+                pairs[target].append((held[first][place], second))
     trained = sorted({name.partition(".")[0] for name in tensors})
     for target, each in pairs.items():
         firsts, seconds = zip(*each, strict=True)
@@ -159,7 +154,7 @@ def _place(target: str, adapted: Collection[str]) -> str:
     return f"{module}.base_layer" if is_inner else module
 
 
-def from_peft(directory: Path, preset: VLMPreset, seed: int, out: Path) -> str:
+def from_peft(directory: Path, preset: VLMPreset, out: Path) -> str:
     """Write a checkpoint of the program from peft's directory.
 
     Several A's of one weight of ours become one with all their rows; B has zeros in the columns of
@@ -167,7 +162,6 @@ def from_peft(directory: Path, preset: VLMPreset, seed: int, out: Path) -> str:
 
     Args:
         preset: sizes of the base.
-        seed: seed of initial weights.
 
     Returns:
         Options of the adapters, for a run that loads them.
@@ -186,18 +180,17 @@ def from_peft(directory: Path, preset: VLMPreset, seed: int, out: Path) -> str:
     words: set[str] = set()
     firsts: dict[str, list[torch.Tensor]] = defaultdict(list)
     updates: dict[str, list[tuple[slice, int, torch.Tensor]]] = defaultdict(list)
-    for translation in names.translations:
-        for ours, slices in translation.of_ours.items():
-            first, second = matrices_of(ours)
-            for each in slices:
-                rows = translation.shapes[each.theirs][0] // len(names.targets(each.theirs))
-                piece, start = divmod(each.their_start, rows)
-                if (each.theirs, piece) in theirs:
-                    a, b = theirs[each.theirs, piece]
-                    place = slice(each.our_start, each.our_start + each.count)
-                    at = _index(firsts[first], a) * config.r
-                    updates[second].append((place, at, b[start : start + each.count]))
-                    words.add(_word(ours))
+    for ours, slices in names.translation.of_ours.items():
+        first, second = matrices_of(ours)
+        for each in slices:
+            rows = names.translation.shapes[each.theirs][0] // len(names.targets(each.theirs))
+            piece, start = divmod(each.their_start, rows)
+            if (each.theirs, piece) in theirs:
+                a, b = theirs[each.theirs, piece]
+                place = slice(each.our_start, each.our_start + each.count)
+                at = _index(firsts[first], a) * config.r
+                updates[second].append((place, at, b[start : start + each.count]))
+                words.add(_word(ours))
     if lost := sorted(name for name in firsts if ".layers." not in name):
         raise UserError(f"{directory}: our model has no adapters of {', '.join(lost)}")
     rank = max(map(len, firsts.values())) * config.r
@@ -208,7 +201,7 @@ def from_peft(directory: Path, preset: VLMPreset, seed: int, out: Path) -> str:
         parts = {name: part for name, part in program.parts.items() if is_adapter(name)}
 
         def make(name: str) -> torch.Tensor:
-            value = program.initial(name, seed)
+            value = program.initial(name)
             for number, first in enumerate(firsts.get(name, ())):
                 value[number * config.r : (number + 1) * config.r] = first
             for place, at, update in updates.get(name, ()):
@@ -238,11 +231,10 @@ def _read(
     """
     pieces: dict[str, list[tuple[str, int]]] = defaultdict(list)
     shapes: dict[str, tuple[int, int]] = {}
-    for translation in names.translations:
-        for name, (rows, *columns) in translation.shapes.items():
-            for piece, target in enumerate(targets := names.targets(name)):
-                pieces[target].append((name, piece))
-                shapes[target] = (rows // len(targets), sum(columns))
+    for name, (rows, *columns) in names.translation.shapes.items():
+        for piece, target in enumerate(targets := names.targets(name)):
+            pieces[target].append((name, piece))
+            shapes[target] = (rows // len(targets), sum(columns))
     ends = tuple(f".{name}" for name in ["weight", *(config.target_parameters or ())])
     chosen = {target for target in pieces if f".{target}".endswith(ends)}
     wanted, found = {}, {}

@@ -45,9 +45,9 @@ class ProgramModel:
         """Shapes of the parts, without the dims that number them, by name."""
         return {name: tuple(part.local_shape) for name, part in self.parts.items()}
 
-    def initial(self, name: str, seed: int) -> torch.Tensor:
-        """Return a part's initial weights in the program."""
-        return initial_weights(self._model, self.parts[name], seed, self._own)
+    def initial(self, name: str) -> torch.Tensor:
+        """Return a part's initial weights in a run of the program with its usual seed."""
+        return initial_weights(self._model, self.parts[name], self.run.args.seed, self._own)
 
 
 @contextlib.contextmanager

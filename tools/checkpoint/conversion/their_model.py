@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from conversion.directions import MODEL
 from conversion.nemotron_h import TIME_STEP_MIN
-from conversion.sources import LANGUAGE, config_of, preset_of, sources_of
+from conversion.published import Published, config_of
 from conversion.trained import ASKED, INPUTS
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import make_encoder
@@ -59,7 +59,7 @@ def base_of(directory: Path) -> Path:
 
 
 def their_model(directory: Path, as_ours: bool = False):
-    """Load a whole VLM or a language model, or one with peft's adapters; on a GPU, in bf16.
+    """Load a whole VLM, or one with peft's adapters; on a GPU, in bf16.
 
     Args:
         as_ours: on the CPU in fp32, with Mamba-2's time steps as they are.
@@ -78,14 +78,12 @@ def their_model(directory: Path, as_ours: bool = False):
     transformers.logging.set_verbosity_error()  # its hints about kernels; lacks are looked for
     transformers.logging.disable_progress_bar()
     config = config_of(directory)
-    is_language = config.model_type == LANGUAGE.model_type
-    kind = transformers.NemotronHForCausalLM if is_language else NemotronH_Omni_Reasoning_V3
     if as_ours:
-        getattr(config, "text_config", config).time_step_min = TIME_STEP_MIN
+        config.text_config.time_step_min = TIME_STEP_MIN
     on_gpu = not as_ours and torch.accelerator.is_available()
     dtype = torch.float32 if as_ours else torch.bfloat16 if on_gpu else "auto"
     how = {"config": config, "dtype": dtype, "output_loading_info": True}
-    model, found = kind.from_pretrained(directory, **how)
+    model, found = NemotronH_Omni_Reasoning_V3.from_pretrained(directory, **how)
     if lacking := [name for name in found["missing_keys"] if not MAY_LACK.search(name)]:
         raise UserError(f"{directory} lacks {', '.join(lacking)}")
     return model.eval().to("cuda" if on_gpu else "cpu")
@@ -158,8 +156,7 @@ class Conversation:
             inputs |= json.loads((directory / INPUTS).read_text())
             preset = find_preset(str(directory / MODEL))
         else:
-            base = nano_omni_30b_a3b()
-            preset = preset_of(sources_of(directory, base), base, None)
+            preset = Published(directory, nano_omni_30b_a3b()).preset
         self._arguments = inputs.get(ASKED, {}) if arguments is None else arguments
         if inputs["dynamic_resolution"]:
             preset = preset.with_images_of_any_size()

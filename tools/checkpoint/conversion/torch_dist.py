@@ -160,7 +160,7 @@ class Checkpoint:
         if args is None:
             raise UserError(
                 f"{self.directory} is a converted checkpoint, without options and tokenizer: give "
-                "--model, or the Hugging Face directory that it was made of"
+                "the Hugging Face directory that it was made of"
             )
         return args
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from conversion.directions import MODEL, preset_of_run, to_hugging_face
-from conversion.sources import parts_of, sizes_of
+from conversion.published import parts_of, sizes_of
 from conversion.torch_dist import Checkpoint
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.energon.chat_template import DEFAULT_TEMPLATE

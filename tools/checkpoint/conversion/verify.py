@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from conversion.directions import preset_of_checkpoint
 from conversion.merged import loading
 from conversion.their_model import embedded, their_model, their_rows
 from conversion.torch_dist import Checkpoint
@@ -81,12 +82,11 @@ def of_each_kind(preset: VLMPreset, config: Any) -> tuple[list[str], Given]:
     clip = torch.randint(256, (3, 3, *sides), generator=rng, dtype=torch.uint8)
     sound = torch.randn(SAMPLING_RATE // 2, generator=rng)
     kinds: dict[str, Inputs] = {"text": {}}
-    if hasattr(config, "vision_config"):
-        kinds["image"] = {IMAGES: ([grids.size_of(*sides)], [grids.cut(clip[0])])}
-        if clips:
-            kinds["video"] = {IMAGES: ([clips.size_of(3, *sides)], [clips.cut(clip)])}
-        if SOUND in preset.names and config.audio_config:
-            kinds["sound"] = {SOUND: ([len(sound)], [sound])}
+    kinds["image"] = {IMAGES: ([grids.size_of(*sides)], [grids.cut(clip[0])])}
+    if clips:
+        kinds["video"] = {IMAGES: ([clips.size_of(3, *sides)], [clips.cut(clip)])}
+    if SOUND in preset.names and config.audio_config:
+        kinds["sound"] = {SOUND: ([len(sound)], [sound])}
     tokens, vocabulary = {e.name: e.token for e in preset.encoders}, preset.language.vocab_size
     samples = []
     for inputs in kinds.values():
@@ -100,22 +100,19 @@ def of_each_kind(preset: VLMPreset, config: Any) -> tuple[list[str], Given]:
     return list(kinds), Given(samples, token_ids=tokens, vocab_size=vocabulary)
 
 
-def differences(
-    checkpoint: Path, directory: Path, preset: VLMPreset
-) -> Iterator[tuple[str, float, float]]:
+def differences(checkpoint: Path, directory: Path) -> Iterator[tuple[str, float, float]]:
     """Yield a kind of input, the largest difference of its logits, and theirs' deviation.
 
     Args:
         checkpoint: the program's, trained or converted.
         directory: a Hugging Face directory with the same weights.
-        preset: the checkpoint's sizes.
 
     Raises:
         UserError: one of them cannot be read.
     """
     if Checkpoint(checkpoint).directory == checkpoint:
         raise UserError(f"{checkpoint}: give the directory that --load takes, not one step's")
-    preset = preset.with_images_of_any_size(LEAST)
+    preset = preset_of_checkpoint(checkpoint).with_images_of_any_size(LEAST)
     model = their_model(directory, as_ours=True)
     kinds, source = of_each_kind(preset, model.config)
     with torch.no_grad():

@@ -29,12 +29,10 @@ Files = Any
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the model that Hugging Face models have.
+    """A part of the model that a whole VLM of Hugging Face has.
 
-    name: in messages. ours: prefix of our names. in_vlm, alone: prefixes of theirs in a whole VLM
-    and in a model of the part alone. config: field of a whole VLM's configuration that describes
-    the part; None for all of it. model_type: of the configuration of a model of the part alone;
-    None if that has none.
+    name: in messages. ours, theirs: prefixes of names. config: field of the VLM's configuration
+    that describes the part; None for all of it.
     """
 
     unneeded: ClassVar[tuple[str, ...]] = ()
@@ -42,26 +40,14 @@ class Part:
 
     name: str
     ours: str
-    in_vlm: str
-    alone: str = ""
+    theirs: str
     config: str | None = None
-    model_type: str | None = None
 
-    def outer(self, _files: Files, prefix: str) -> str:
-        """Return the whole prefix of the part's names in files, which begins with ``prefix``.
-
-        Raises:
-            UserError: the files do not have the part.
-        """
-        return prefix
-
-    def sizes(self, base: Any, config: Any, files: Files, outer: str, tile: int | None) -> Any:
+    def sizes(self, base: Any, config: Any, files: Files) -> Any:
         """Return ``base``, the entry, with the sizes of a model.
 
         Args:
-            config: transformers' configuration of the part; None if there is none.
-            outer: result of `outer`.
-            tile: height and width of a tile in pixels; None for the configuration's.
+            config: transformers' configuration of the part.
 
         Raises:
             UserError: our model does not support a size or option; the message names it.
@@ -73,16 +59,16 @@ class Part:
         raise NotImplementedError
 
     def table(self, sizes: Any) -> Table:
-        """Return the table of the part's tensors, without ``ours`` and the files' prefix."""
+        """Return the table of the part's tensors, without the prefixes."""
         raise NotImplementedError
 
-    def not_held(self, files: Files, outer: str) -> list[str]:
+    def not_held(self, files: Files) -> list[str]:
         """Return the names of the part's tensors that our model can do without.
 
         Raises:
             UserError: our model cannot do without one of them.
         """
-        patterns = [outer + pattern for pattern in self.unneeded]
+        patterns = [self.theirs + pattern for pattern in self.unneeded]
         return [n for n in files.shapes if any(fnmatchcase(n, each) for each in patterns)]
 
 

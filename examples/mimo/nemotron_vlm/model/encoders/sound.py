@@ -179,13 +179,13 @@ class Sound(Encoder):
     def parts(self) -> tuple[Part, ...]:
         module = f"modality_submodules.{self.name}."
         ours = f"{module}encoders.{self.key}.encoder."
-        encoder = SoundPart("sound encoder", ours, "sound_encoder.encoder.", config="audio_config")
+        encoder = SoundPart("sound encoder", ours, "sound_encoder.encoder.", "audio_config")
         return encoder, ProjectorPart(
             "sound projector",
             f"{module}input_projections.0.",
             "sound_projection.",
-            config="audio_config",
-            theirs=("norm.weight", "linear1.weight", "linear2.weight"),
+            "audio_config",
+            tensors=("norm.weight", "linear1.weight", "linear2.weight"),
             width="projection_hidden_size",
         )
 
@@ -308,9 +308,7 @@ class SoundPart(Part):
 
     unneeded = ("feature_extractor.*", "layers.*.conv.norm.num_batches_tracked")
 
-    def sizes(self, base: Sound, config: Any, files: Files, outer: str, tile: int | None) -> Sound:
-        if config is None:
-            return base
+    def sizes(self, base: Sound, config: Any, files: Files) -> Sound:
         check_values("the encoder of sound", config, EXPECTED)
         same = {f.name: getattr(config, f.name) for f in fields(base) if hasattr(config, f.name)}
         return replace(base, layers=config.num_hidden_layers, **same)

@@ -158,23 +158,20 @@ def stage_spec(
 class ProjectorPart(Part):
     """A projector in Hugging Face models; its entry has the inner width as ``projector_ffn``.
 
-    theirs: names of the norm's weight and the linear layers'. width: field of ``config`` that has
-    the inner width.
+    tensors: names of the norm's weight and the linear layers'. width: field of the configuration
+    that has the inner width.
     """
 
-    theirs: tuple[str, str, str] = ("0.weight", "1.weight", "3.weight")
+    tensors: tuple[str, str, str] = ("0.weight", "1.weight", "3.weight")
     width: str = "projector_hidden_size"
 
-    def sizes(self, base: Any, config: Any, files: Files, outer: str, tile: int | None) -> Any:
-        if config:
-            return replace(base, projector_ffn=getattr(config, self.width))
-        inner = files.shapes.get(outer + self.theirs[1])
-        return replace(base, projector_ffn=inner[0]) if inner else base
+    def sizes(self, base: Any, config: Any, files: Files) -> Any:
+        return replace(base, projector_ffn=getattr(config, self.width))
 
     def fields(self, sizes: Any) -> dict[str, Any]:
         return {self.width: sizes.projector_ffn}
 
     def table(self, _sizes: Any) -> Table:
         linear = (f"mlp.encoder.linear_fc{number}.weight" for number in (1, 2))
-        pairs = zip(("norm.weight", *linear), self.theirs, strict=True)
+        pairs = zip(("norm.weight", *linear), self.tensors, strict=True)
         return {ours: (TensorRows(theirs),) for ours, theirs in pairs}

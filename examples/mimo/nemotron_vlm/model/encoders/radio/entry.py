@@ -155,6 +155,5 @@ class Radio(Encoder):
     def parts(self) -> tuple[Part, ...]:
         module = f"modality_submodules.{self.name}."
         ours = f"{module}encoders.{self.key}.radio."
-        encoder = RadioPart("encoder", ours, "vision_model.", "", "vision_config", "radio")
-        ours = f"{module}input_projections.0."
-        return encoder, ProjectorPart("projector", ours, "mlp1.", "mlp1.")
+        encoder = RadioPart("encoder", ours, "vision_model.radio_model.", "vision_config")
+        return encoder, ProjectorPart("projector", f"{module}input_projections.0.", "mlp1.")

@@ -23,9 +23,6 @@ from examples.mimo.nemotron_vlm.model.encoders.hugging_face import (
 if TYPE_CHECKING:
     from examples.mimo.nemotron_vlm.model.encoders.radio.entry import Radio
 
-EMBEDDER = "model.patch_generator.embedder.weight"
-"""Name of the embedder's weight, after a file's common prefix, mostly ``radio_model.``."""
-
 VIDEO_EMBEDDER = "model.patch_generator.video_embedder.weight"
 
 EXPECTED = {
@@ -50,7 +47,7 @@ SIZES = {
 TOP = {
     "class_token": "model.patch_generator.cls_token.token",
     "position_embeddings": "model.patch_generator.pos_embed",
-    "embedder.weight": EMBEDDER,
+    "embedder.weight": "model.patch_generator.embedder.weight",
 }
 
 BLOCK = {
@@ -79,27 +76,19 @@ class RadioPart(Part):
     # Pixels are normalized by values in the preset, and there is no summary.
     unneeded = (MEAN, STD, SCALES, "summary_idxs")
 
-    def outer(self, files: Files, prefix: str) -> str:
-        if not files.shapes:
-            return prefix + "radio_model."
-        names = [n for n in files.shapes if n.startswith(prefix) and n.endswith(EMBEDDER)]
-        if len(names) != 1:
-            raise UserError(f"{files.directory}: no encoder: no tensor {prefix}…{EMBEDDER}")
-        return names[0].removesuffix(EMBEDDER)
-
-    def sizes(self, base: Radio, config: Any, files: Files, outer: str, tile: int | None) -> Radio:
+    def sizes(self, base: Radio, config: Any, files: Files) -> Radio:
         """See `Part`; the files' mean and deviation of pixels replace the configuration's."""
         check_values("the encoder", config, EXPECTED)
-        tile = tile or config.image_size
+        tile = config.image_size
         if tile % (config.patch_size * base.pixel_shuffle) or tile > config.max_img_size:
             raise UserError(
-                f"--tile {tile}: give a multiple of {config.patch_size * base.pixel_shuffle} up to "
-                f"{config.max_img_size}"
+                f"the encoder's image_size is {tile}: ours takes multiples of "
+                f"{config.patch_size * base.pixel_shuffle} up to {config.max_img_size}"
             )
         pixels = {"pixel_mean": tuple(config.norm_mean), "pixel_std": tuple(config.norm_std)}
         for field, name in zip(pixels, (MEAN, STD), strict=True):
-            if outer + name in files.shapes:
-                pixels[field] = tuple(files.read(outer + name).flatten().tolist())
+            if self.theirs + name in files.shapes:
+                pixels[field] = tuple(files.read(self.theirs + name).flatten().tolist())
         return replace(
             base,
             **{ours: getattr(config, theirs) for ours, theirs in SIZES.items()},
@@ -113,7 +102,7 @@ class RadioPart(Part):
     def fields(self, sizes: Radio) -> dict[str, Any]:
         return {
             **{theirs: getattr(sizes, ours) for ours, theirs in SIZES.items()},
-            "model_type": self.model_type,
+            "model_type": "radio",
             "mlp_ratio": sizes.ffn / sizes.hidden,
             "image_size": sizes.tile,
             "num_cls_tokens": min(3, sizes.class_tokens),
@@ -138,10 +127,10 @@ class RadioPart(Part):
                 table[name] = interleaved(qkv, *heads)
         return table
 
-    def not_held(self, files: Files, outer: str) -> list[str]:
+    def not_held(self, files: Files) -> list[str]:
         """See `Part`; scaling factors must all be 1."""
-        names = super().not_held(files, outer)
-        scales = fnmatch.filter(names, outer + SCALES)
+        names = super().not_held(files)
+        scales = fnmatch.filter(names, self.theirs + SCALES)
         if wrong := [name for name in scales if not torch.all(files.read(name) == 1)]:
             raise UserError("the encoder has factors that ours lacks: " + ", ".join(wrong))
         return names
