@@ -131,40 +131,20 @@ def compare(ours: dict[str, bytes], pin: Version, other: Version) -> dict[Findin
     ours: our files, which both versions get; path to source.
     """
     modules = {module_name(path) for path in ours}
-    found = {path: uses(source, path) for path, source in ours.items()}
-    members = _members({use.name for some in found.values() for use in some}, modules, pin)
     findings: dict[Finding, list[str]] = defaultdict(list)
-    for path, use in ((path, use) for path, some in found.items() for use in some):
-        if not use.name.startswith((".", "megatron.")) or modules & prefixes(use.name):
+    found = [(path, use) for path, source in ours.items() for use in uses(source, path)]
+    for path, use in found:
+        is_ours = not use.name.startswith("megatron.") or modules & prefixes(use.name)
+        if is_ours or pin.find(use.name) is None:  # or a method of our own
             continue
-        known = not use.name.startswith(".") and pin.find(use.name) is not None
-        if not known and (isinstance(use.node, ast.FunctionDef) or use.name == ".__init__"):
-            continue  # an own method, or a constructor of any class
-        for name in [use.name] if known else members.get(use.name.rpartition(".")[2], ()):
-            for kind, *finding in _check(name, use, pin, other):
-                places = findings[kind if known else f"perhaps {kind}", *finding]
-                places += [f"{path}:{use.line}"] * (f"{path}:{use.line}" not in places)
+        for finding in _check(use, pin, other):
+            places = findings[finding]
+            places += [f"{path}:{use.line}"] * (f"{path}:{use.line}" not in places)
     return findings
 
 
-def _members(used: set[str], ours: set[str], pin: Version) -> dict[str, set[str]]:
-    """Return the members, by name, of the classes in upstream's modules that we import.
-
-    They are the candidates for an attribute of an object whose class is unknown.
-    """
-    names = {name for full in used if full.startswith("megatron.") for name in prefixes(full)}
-    found = defaultdict(set)
-    for module in map(pin.find, names - ours):
-        is_module = module is not None and not module.is_alias and module.is_module
-        for owner in list(module.members.values()) if is_module else ():
-            if not owner.is_alias and owner.is_class:
-                for name in pin.members(owner):
-                    found[name].add(f"{owner.path}.{name}")
-    return found
-
-
-def _check(name: str, use: Use, pin: Version, other: Version) -> Iterator[Finding]:
-    label = pin.find(name).path
+def _check(use: Use, pin: Version, other: Version) -> Iterator[Finding]:
+    name, label = use.name, pin.find(use.name).path
     if other.find(name) is None:
         while other.find(owner := name.rpartition(".")[0]) is None:
             name = label = owner
@@ -172,13 +152,13 @@ def _check(name: str, use: Use, pin: Version, other: Version) -> Iterator[Findin
         return
     was, now = pin.signature(name), other.signature(name)
     ours = use.replaces or isinstance(use.node, ast.FunctionDef)
-    if ours and not use.name.startswith(".") and pin.body(name) != other.body(name):
+    if ours and pin.body(name) != other.body(name):
         yield "body", label, "changed upstream, and overridden or replaced by ours"
     if was is None or now is None or was == now:
         return
     if ours:
         taken = getattr(use.node, "args", None)  # a function may take whatever it is given
-        if not (use.name.startswith(".") or (taken and taken.vararg and taken.kwarg)):
+        if not (taken and taken.vararg and taken.kwarg):
             yield "signature", label, f"overridden or replaced by ours; was {was}, now {now}"
     elif isinstance(use.node, ast.Call) and _misfit(use.node, was) is None:
         old = was.parameters.values()

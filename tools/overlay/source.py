@@ -18,10 +18,9 @@ _SETTERS = ("setattr", "delattr", "object", "Replacement")  # called with owner,
 class Use:
     """A name that a file uses.
 
-    name: in full, or ``.name`` for an attribute of an object whose class the syntax does not tell.
-    node: the call or definition, if it is one. replaces: whether the file assigns or deletes it, or
-    names it in a call of setattr, ``replaced`` or mock's ``patch``; ``*`` then stands for a
-    computed name.
+    name: in full; empty if the syntax does not tell it. node: the call or definition, if it is one.
+    replaces: whether the file assigns or deletes it, or names it in a call of setattr, ``replaced``
+    or mock's ``patch``; ``*`` then stands for a computed name.
     """
 
     line: int
@@ -56,8 +55,7 @@ def _uses(source: str | bytes, path: str) -> Iterator[Use]:
         if node in imports:
             yield from (Use(line, full.removesuffix(".*")) for full in imports[node].values())
         elif isinstance(node, ast.Attribute):
-            name = _dotted(node, names) or f".{node.attr}"
-            yield Use(line, name, replaces=not isinstance(node.ctx, ast.Load))
+            yield Use(line, _dotted(node, names), replaces=not isinstance(node.ctx, ast.Load))
         elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             yield Use(line, _dotted(node.value, names), replaces=True)
         elif isinstance(node, ast.Constant) and _DOTTED.fullmatch(str(node.value)):
@@ -67,9 +65,8 @@ def _uses(source: str | bytes, path: str) -> Iterator[Use]:
             for owner in filter(None, (_dotted(base, names) for base in node.bases)):
                 yield from (Use(one.lineno, f"{owner}.{one.name}", one) for one in methods)
         elif isinstance(node, ast.Call):
-            called = _last_name(node.func)
-            yield Use(line, _dotted(node.func, names) or f".{called}", node)
-            yield from _by_call(node, called, names)
+            yield Use(line, _dotted(node.func, names), node)
+            yield from _by_call(node, _last_name(node.func), names)
 
 
 def _by_call(node: ast.Call, called: str, names: dict[str, str]) -> Iterator[Use]:
@@ -79,11 +76,8 @@ def _by_call(node: ast.Call, called: str, names: dict[str, str]) -> Iterator[Use
         name = str(argument.value) if isinstance(argument, ast.Constant) else "*"
         if name.isidentifier() or called in _SETTERS:
             yield Use(node.lineno, f"{owner}.{name}", replaces=called in _SETTERS)
-    for keyword in node.keywords:
-        if called == "replaced":
-            yield Use(node.lineno, f"{owner}.{keyword.arg or '*'}", replaces=True)
-        elif called == "replace":  # dataclasses.replace
-            yield Use(node.lineno, f".{keyword.arg}")
+    for keyword in node.keywords if called == "replaced" else ():
+        yield Use(node.lineno, f"{owner}.{keyword.arg or '*'}", replaces=True)
     if called == "patch":
         yield Use(node.lineno, owner, replaces=True)
 
