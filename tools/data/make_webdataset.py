@@ -3,15 +3,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a small data set for --data energon: strips of handwritten digits to be read.
 
-    tools/data/make_webdataset.py OUT --samples N --seed S [--tasks digits|omni|lines] [--words N]
+    tools/data/make_webdataset.py OUT --samples N --seed S [--tasks digits|omni]
 
 OUT becomes a data set that is prepared for energon, with a tokenizer of 64 ids at most in
 OUT/tokenizer. A strip has one to three of scikit-learn's digits (real 8×8 scans), beside or below
 each other, as PNG or JPEG; a conversation asks for them. One sample in eight is text only: digits
 to copy. An eighth of the samples is the part ``val``, whose scans are not in ``train``.
 
-With --tasks omni, samples have words to read, tones to hear, clips to watch, or words to copy; with
---tasks lines, up to three of N words to read letter by letter, in several fonts (`text_lines`).
+With --tasks omni, samples have words to read, tones to hear, clips to watch, or words to copy.
 """
 
 import contextlib
@@ -34,7 +33,6 @@ try:
     from transformers import PreTrainedTokenizerFast
 
     import omni_tasks
-    import text_lines
     from megatron.energon import BaseWebdatasetFactory
 except ImportError as error:
     sys.exit(f"error: {error}; install with pip install '.[energon]'")
@@ -67,15 +65,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="a new directory")
     parser.add_argument("--samples", type=int, required=True, metavar="N", help="at least 8")
     parser.add_argument("--seed", type=int, required=True, metavar="S")
-    parser.add_argument("--tasks", choices=["digits", "omni", "lines"], default="digits")
-    words = len(text_lines.WORDS)
-    parser.add_argument("--words", type=int, default=words, metavar="N", help="in lines")
+    parser.add_argument("--tasks", choices=["digits", "omni"], default="digits")
     parser.add_argument("--samples-per-shard", type=positive, default=1024, metavar="N")
     given = parser.parse_args(arguments)
     if given.samples < HELD_OUT:
         parser.error(f"--samples {given.samples}: at least {HELD_OUT}")
-    if not 1 <= given.words <= words:
-        parser.error(f"--words {given.words}: from 1 to {words}")
     if given.seed < 0:
         parser.error("--seed must be 0 or more")
     try:
@@ -99,16 +93,13 @@ def main(arguments: list[str] | None = None) -> int:
                 for number in range(first, min(first + given.samples_per_shard, size)):
                     if given.tasks == "digits":
                         sample = _sample(draw, scans.images[mine], scans.target[mine])
-                    elif given.tasks == "omni":
-                        sample, *asked = omni_tasks.sample(draw)
-                        sample["json"] = conversation(*asked)
                     else:
-                        sample, *asked = text_lines.sample(draw, part == "val", given.words)
+                        sample, *asked = omni_tasks.sample(draw)
                         sample["json"] = conversation(*asked)
                     tar.write({"__key__": f"{part}-{number:06d}", **sample})
     prepare(given.out, shards)
-    more = {"omni": (OMNI, omni_tasks.VOCABULARY), "lines": (OMNI[:2], text_lines.VOCABULARY)}
-    write_tokenizer(given.out / "tokenizer", *more.get(given.tasks, ()))
+    more = (OMNI, omni_tasks.VOCABULARY) if given.tasks == "omni" else ()
+    write_tokenizer(given.out / "tokenizer", *more)
     print(f"{given.out}: {sizes['train']} samples to train, {sizes['val']} held out")
     return 0
 

@@ -35,7 +35,6 @@ from tests.unit_tests.test_utilities import Utils
 sys.path.insert(0, str(Path(__file__).resolve().parents[5] / "tools" / "data"))
 
 import make_webdataset  # noqa: E402
-import text_lines  # noqa: E402, F401
 
 CRUDE = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
 TILE, TOKENS_PER_TILE, SEQ_LENGTH = 16, 4, 32

@@ -3,23 +3,16 @@
 """The packages that --data energon needs, and the tools that make data, are tested here."""
 
 import importlib
-import io
 import os
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 import examples.mimo.nemotron_vlm.energon as package
 from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.energon.__main__ import main
-from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn
-from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
-    make_webdataset,
-    text_lines,
-)
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_webdataset
 from tests.unit_tests.examples.nemotron_vlm.runs import options_of
 
 
@@ -32,21 +25,6 @@ def test_a_missing_package_is_refused_with_the_extra(monkeypatch):
 def test_the_tool_does_not_write_over_data(digits, capsys):
     assert make_webdataset.main([str(digits), "--samples", "8", "--seed", "0"]) == 2
     assert "is there already" in capsys.readouterr().err
-
-
-def test_no_line_of_several_words_is_both_trained_on_and_held_out(tmp_path):
-    """And its answer is spelled: a token for each letter, and for the space between words."""
-    draws = [np.random.default_rng(number) for number in range(300)]
-    trained, held_out = ([text_lines.sample(draw, part, 8) for draw in draws] for part in (0, 1))
-    assert len({Image.open(io.BytesIO(files["png"])).size for files, *_ in trained}) > 100
-    known, asked = (
-        {answer for *_, answer in part if "_" in answer} for part in (trained, held_out)
-    )
-    assert asked and not known & asked
-    make_webdataset.write_tokenizer(tmp_path, make_webdataset.OMNI[:2], text_lines.VOCABULARY)
-    chat = Chat(tmp_path)
-    ids, is_answer = chat.encode([Turn("user", "read"), Turn("assistant", "t o _ b e")])
-    assert is_answer.sum() == 6 and chat.words(ids[is_answer]) == "t o _ b e"
 
 
 def test_the_benchs_mixture_opens(tmp_path, monkeypatch):
