@@ -9,6 +9,7 @@ and the experts of a layer as one. B's rows go where the rows of the adapted wei
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from conversion.directions import MODEL, preset_of_run, whole_directory
 from conversion.merged import adapters_of, matrices_of
 from conversion.program_model import program_model, saved_key
 from conversion.published import parts_of, translation_of
-from conversion.rows import Shape, differences, refuse
+from conversion.rows import Shape, Slice, Translation, differences, refuse
 from conversion.tensor_files import TensorFiles
 from conversion.torch_dist import Checkpoint, write_checkpoint
 from conversion.trained import their_config
@@ -53,35 +54,41 @@ EXPECTED = {
 """Fields of a LoraConfig for which our adapters support one value."""
 
 
-class _TheirNames:
-    """The tensors of a whole VLM of transformers.
-
-    translation: of all parts.
+def _parameters(
+    preset: VLMPreset, shapes: Mapping[str, Shape]
+) -> tuple[Translation, dict[str, list[list[Slice]]]]:
+    """Return the translation of a whole VLM, and what transformers' parameters are made of.
 
     Args:
         shapes: shapes of our tensors, by name.
 
+    Returns:
+        The second has a list of slices by a parameter's name, from its first row on; a layer's
+        experts are one parameter, with a list for each.
+
     Raises:
         UserError: transformers has no such model.
     """
-
-    def __init__(self, preset: VLMPreset, shapes: Mapping[str, Shape]) -> None:
-        config = their_config(preset, {each.name: each.token for each in preset.encoders})
-        self.translation = translation_of(parts_of(preset), preset, shapes)
-        with torch.device("meta"):
-            rules = get_model_conversion_mapping(NemotronH_Omni_Reasoning_V3(config))
-        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-
-    def targets(self, name: str) -> list[str]:
-        """Return the parameters that a tensor of the files becomes: several have equal shares of
-        its rows; the experts of a layer are one."""
-        renamed, pattern = rename_source_key(name, self._renamings, self._converters)
-        for rule in self._converters:
-            if pattern in rule.source_patterns:
+    config = their_config(preset, {each.name: each.token for each in preset.encoders})
+    translation = translation_of(parts_of(preset), preset, shapes)
+    with torch.device("meta"):
+        rules = get_model_conversion_mapping(NemotronH_Omni_Reasoning_V3(config))
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    found: dict[str, list[list[Slice]]] = defaultdict(list)
+    for name, slices in translation.of_theirs.items():
+        renamed, pattern = rename_source_key(name, renamings, converters)
+        targets = [renamed]
+        for rule in converters:
+            if pattern in rule.source_patterns:  # several targets have equal shares of its rows
                 first = rule.target_patterns[0]
-                return [renamed.replace(first, target) for target in rule.target_patterns]
-        return [renamed]
+                targets = [renamed.replace(first, target) for target in rule.target_patterns]
+        rows = translation.shapes[name][0] // len(targets)
+        for number, target in enumerate(targets):
+            mine = [each for each in slices if each.their_start // rows == number]
+            start = number * rows
+            found[target].append([replace(s, their_start=s.their_start - start) for s in mine])
+    return translation, found
 
 
 def to_peft(checkpoint: Path, like: Path | None, out: Path) -> None:
@@ -100,30 +107,37 @@ def to_peft(checkpoint: Path, like: Path | None, out: Path) -> None:
         raise UserError(f"{saved.directory} has no adapters: leave out --adapter")
     args, preset = saved.options, preset_of_run(saved.options)
     with program_model(preset) as program:
-        parts, names = program.parts, _TheirNames(preset, program.shapes)
-    translation, tensors = names.translation, {}
-    pairs: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-    for name, slices in translation.of_theirs.items():
-        ours, targets = {each.ours: parts[each.ours] for each in slices}, names.targets(name)
-        part = parts[slices[0].ours]
+        parts = program.parts
+        translation, parameters = _parameters(preset, program.shapes)
+
+    def matrix(ours: str, which: int) -> torch.Tensor:
+        """Return A (0) or B (1) of a tensor of ours."""
+        part = parts[ours]
         place = part.global_offset[: part.prepend_axis_num]
-        if saved_key(part.key) in saved.tensors:
-            if part_of(part.key)[1] != "projector":
-                raise UserError(f"{part.key} was trained, too: leave out --adapter")
-            tensors[targets[0]] = translation.split(name, saved.read(ours))
-        elif (first := matrices_of(saved_key(part.key))[0]) in held:
-            seconds = {each: matrices_of(saved_key(ours[each].key))[1] for each in ours}
-            rows = {each: held[second][place] for each, second in seconds.items()}
-            rows = translation.split(name, rows).chunk(len(targets))
-            for target, second in zip(targets, rows, strict=True):
-                pairs[target].append((held[first][place], second))
+        return held[matrices_of(saved_key(part.key))[which]][place]
+
+    tensors: dict[str, torch.Tensor] = {}
+    pairs: dict[str, list[list[Slice]]] = {}
+    for target, pieces in parameters.items():
+        first = pieces[0][0]
+        key = saved_key(parts[first.ours].key)
+        if key in saved.tensors:
+            if part_of(first.ours)[1] != "projector":
+                raise UserError(f"{first.ours} was trained, too: leave out --adapter")
+            ours = {each.ours: parts[each.ours] for each in pieces[0]}
+            tensors[target] = translation.split(first.theirs, saved.read(ours))
+        elif matrices_of(key)[0] in held:
+            pairs[target] = pieces
     trained = sorted({name.partition(".")[0] for name in tensors})
-    for target, each in pairs.items():
-        firsts, seconds = zip(*each, strict=True)
+    for target, pieces in pairs.items():
         place = _place(target, pairs)
-        tensors[f"{place}.lora_A.weight"] = torch.cat(firsts)
+        tensors[f"{place}.lora_A.weight"] = torch.cat([matrix(each[0].ours, 0) for each in pieces])
+        seconds = [
+            torch.cat([matrix(s.ours, 1).narrow(0, s.our_start, s.count) for s in each])
+            for each in pieces
+        ]
         tensors[f"{place}.lora_B.weight"] = torch.stack(seconds, -1).flatten(1)
-    parameters = sorted(target for target in pairs if not target.endswith(".weight"))
+    experts = sorted(target for target in pairs if not target.endswith(".weight"))
     config = LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=like and str(like.absolute()),
@@ -131,9 +145,9 @@ def to_peft(checkpoint: Path, like: Path | None, out: Path) -> None:
         r=args.lora_dim,
         lora_alpha=args.lora_alpha,
         use_rslora=args.lora_rs,
-        lora_dropout=0.0 if parameters else args.lora_dropout,  # peft has none for parameters
-        target_modules=sorted(_place(each, ()) for each in pairs.keys() - parameters),
-        target_parameters=parameters or None,
+        lora_dropout=0.0 if experts else args.lora_dropout,  # peft has none for parameters
+        target_modules=sorted(_place(each, ()) for each in pairs.keys() - experts),
+        target_parameters=experts or None,
         modules_to_save=trained or None,
     )
     with whole_directory(out) as directory:
@@ -175,22 +189,36 @@ def from_peft(directory: Path, preset: VLMPreset, out: Path) -> str:
         raise UserError(f"{directory}: no adapters of peft: {error}") from error
     check_values("the adapters", config, EXPECTED)
     with program_model(preset) as program:
-        names = _TheirNames(preset, program.shapes)
-    theirs = _read(TensorFiles(directory, may_be_none=False), config, names)
+        translation, parameters = _parameters(preset, program.shapes)
+    files = TensorFiles(directory, may_be_none=False)
+    ends = tuple(f".{name}" for name in ["weight", *(config.target_parameters or ())])
+    chosen = [target for target in parameters if f".{target}".endswith(ends)]
+    wanted: dict[str, Shape] = {}
+    adapted: dict[str, tuple[str, str]] = {}
+    for target in chosen:
+        a, b = (f"{PREFIX}{_place(target, chosen)}.lora_{each}.weight" for each in "AB")
+        if not {a, b}.isdisjoint(files.shapes):
+            pieces, adapted[target] = parameters[target], (a, b)
+            rank, columns = config.r * len(pieces), translation.shapes[pieces[0][0].theirs][1:]
+            wanted |= {a: (rank, sum(columns)), b: (sum(s.count for s in pieces[0]), rank)}
+    refuse(differences(wanted, files.shapes, files.directory))
+    if not adapted:
+        raise UserError(f"{files.directory} has no adapters")
     words: set[str] = set()
     firsts: dict[str, list[torch.Tensor]] = defaultdict(list)
     updates: dict[str, list[tuple[slice, int, torch.Tensor]]] = defaultdict(list)
-    for ours, slices in names.translation.of_ours.items():
-        first, second = matrices_of(ours)
-        for each in slices:
-            rows = names.translation.shapes[each.theirs][0] // len(names.targets(each.theirs))
-            piece, start = divmod(each.their_start, rows)
-            if (each.theirs, piece) in theirs:
-                a, b = theirs[each.theirs, piece]
+    for target, (a, b) in adapted.items():
+        pieces = parameters[target]
+        seconds = files.read(b).unflatten(1, (-1, len(pieces))).unbind(-1)
+        pairs = zip(files.read(a).chunk(len(pieces)), seconds, strict=True)
+        for slices, (first, second) in zip(pieces, pairs, strict=True):
+            for each in slices:
+                ours = matrices_of(each.ours)
                 place = slice(each.our_start, each.our_start + each.count)
-                at = _index(firsts[first], a) * config.r
-                updates[second].append((place, at, b[start : start + each.count]))
-                words.add(_word(ours))
+                at = _index(firsts[ours[0]], first) * config.r
+                rows = second.narrow(0, each.their_start, each.count)
+                updates[ours[1]].append((place, at, rows))
+                words.add(_word(each.ours))
     if lost := sorted(name for name in firsts if ".layers." not in name):
         raise UserError(f"{directory}: our model has no adapters of {', '.join(lost)}")
     rank = max(map(len, firsts.values())) * config.r
@@ -208,50 +236,13 @@ def from_peft(directory: Path, preset: VLMPreset, out: Path) -> str:
                 value[place, at : at + config.r] = update
             return value
 
-        dtypes = dict.fromkeys(parts, next(iter(theirs.values()))[0].dtype)
+        dtypes = dict.fromkeys(parts, files.dtype(next(iter(wanted))))
         with whole_directory(out) as partial:
             write_preset(preset, partial / MODEL)
             args = program.run.args
             args.model, args.lora_base = str(out.absolute() / MODEL), None
             write_checkpoint(partial, parts, dtypes, make, args)
     return " ".join(options)
-
-
-def _read(
-    files: TensorFiles, config: LoraConfig, names: _TheirNames
-) -> dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]]:
-    """Read peft's tensors.
-
-    Returns:
-        A and B by the name of the tensor in a whole model's files that they adapt, and the number
-        of the module that has this share of its rows.
-
-    Raises:
-        UserError: tensors are missing, surplus or misshapen, or there are none.
-    """
-    pieces: dict[str, list[tuple[str, int]]] = defaultdict(list)
-    shapes: dict[str, tuple[int, int]] = {}
-    for name, (rows, *columns) in names.translation.shapes.items():
-        for piece, target in enumerate(targets := names.targets(name)):
-            pieces[target].append((name, piece))
-            shapes[target] = (rows // len(targets), sum(columns))
-    ends = tuple(f".{name}" for name in ["weight", *(config.target_parameters or ())])
-    chosen = {target for target in pieces if f".{target}".endswith(ends)}
-    wanted, found = {}, {}
-    for target in chosen:
-        a, b = (f"{PREFIX}{_place(target, chosen)}.lora_{each}.weight" for each in "AB")
-        if not {a, b}.isdisjoint(files.shapes):
-            found[target], rank = (a, b), config.r * len(pieces[target])
-            wanted |= {a: (rank, shapes[target][1]), b: (shapes[target][0], rank)}
-    refuse(differences(wanted, files.shapes, files.directory))
-    if not found:
-        raise UserError(f"{files.directory} has no adapters")
-    adapters = {}
-    for target, (a, b) in found.items():
-        firsts = files.read(a).unflatten(0, (len(pieces[target]), -1))
-        seconds = files.read(b).unflatten(1, (-1, len(pieces[target]))).unbind(-1)
-        adapters |= zip(pieces[target], zip(firsts, seconds, strict=True), strict=True)
-    return adapters
 
 
 def _index(tensors: list[torch.Tensor], tensor: torch.Tensor) -> int:
