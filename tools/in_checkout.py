@@ -17,7 +17,8 @@ def run(tool: Callable[[], None], device: str | None = "cpu") -> int:
     """Call a tool; return the exit status, 2 for user errors.
 
     The tool must import from the checkout only when it is called: that on PYTHONPATH, or the one in
-    build/Megatron-LM. It reports user errors by raising UserError or OSError.
+    build/Megatron-LM. It reports user errors by raising UserError or OSError; a missing package is
+    one, too.
 
     Args:
         device: "cuda"; "cpu", with which the tool sees no GPU; or None for a GPU if there is one.
@@ -51,6 +52,9 @@ def run(tool: Callable[[], None], device: str | None = "cpu") -> int:
 
                 cpu_runtime.install()
             tool()
+    except ModuleNotFoundError as error:
+        print(f"error: {error}: install it as docs/user/install.md says", file=sys.stderr)
+        return BAD_INPUT
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT

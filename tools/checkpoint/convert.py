@@ -10,7 +10,6 @@ Usage, with the applied checkout on PYTHONPATH, or in build/Megatron-LM:
 
 import argparse
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -60,11 +59,6 @@ def _convert(options: argparse.Namespace) -> None:
 
     if options.out and options.out.exists():
         raise UserError(f"--out {options.out} exists already")
-    needed = {"transformers": "'transformers>=5.23'"}
-    needed |= {"peft": "peft"} if getattr(options, "adapter", None) else {}
-    for package, wanted in needed.items():
-        if find_spec(package) is None:
-            raise UserError(f"{package} is not installed: pip install {wanted}")
     options.run(options)
 
 

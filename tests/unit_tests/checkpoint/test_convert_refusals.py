@@ -3,6 +3,7 @@
 """Refusals of the converter: in words, by name, and before anything is written."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.unit_tests.checkpoint.conversions import program, run_converter, tensors_of
+from tests.unit_tests.checkpoint.conversions import run_converter, tensors_of
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
 
 LAYERS = "language_model.backbone.layers"
@@ -123,12 +124,12 @@ def test_files_that_cannot_be_read_and_models_without_sizes_are_named(model, ref
 
 
 def test_a_directory_that_exists_and_a_missing_package_are_refused(
-    model, tmp_path, monkeypatch, capsys
+    model, refusal, tmp_path, monkeypatch, capsys
 ):
-    given = ("hf-to-megatron", "--vlm", model, "--out")
-    assert run_converter(*given, tmp_path) == 2
+    given = ("hf-to-megatron", "--vlm", model)
+    assert run_converter(*given, "--out", tmp_path) == 2
     assert capsys.readouterr().err == f"error: --out {tmp_path} exists already\n"
-    monkeypatch.setattr(program, "find_spec", lambda name: None)
-    assert program.main(list(map(str, (*given, tmp_path / "out")))) == 2
-    said = capsys.readouterr().err
-    assert said == "error: transformers is not installed: pip install 'transformers>=5.23'\n"
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.delitem(sys.modules, "conversion.peft_files", raising=False)
+    said = refusal("hf-to-megatron", "--adapter", model)
+    assert "peft" in said and said.endswith("install it as docs/user/install.md says\n")
