@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools" / "checkpoi
 import convert as program  # noqa: E402
 from conversion.published import Published, config_of  # noqa: E402, F401
 from conversion.tensor_files import INDEX, write_files  # noqa: E402, F401
-from conversion.verify import Given, their_logits  # noqa: E402, F401
+from conversion.verify import LEAST, Given, of_each_kind, their_logits  # noqa: E402, F401
 
 TOLERANCE = 1e-4 if HAVE_CUDA else 1e-5
 """Absolute tolerance of fp32 logits of the size of one; GPU kernels have their own exponentials."""

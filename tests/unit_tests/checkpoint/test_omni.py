@@ -7,18 +7,19 @@ import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 
 from examples.mimo.nemotron_vlm.loop.dry_run import dry_run
-from examples.mimo.nemotron_vlm.model.names import IMAGE, IMAGES
-from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b, tiny_omni
+from examples.mimo.nemotron_vlm.model.encoders.radio.entry import Radio
+from examples.mimo.nemotron_vlm.model.presets import find_preset, nano_omni_30b_a3b, tiny_omni
 from examples.mimo.nemotron_vlm.options.command_line import read
 from tests.unit_tests.checkpoint.conversions import (
+    LEAST,
     TOLERANCE,
     Given,
     Published,
@@ -27,72 +28,30 @@ from tests.unit_tests.checkpoint.conversions import (
     config_of,
     convert,
     convert_once,
+    of_each_kind,
     tensors_of,
     their_logits,
 )
-from tests.unit_tests.checkpoint.hugging_face import (
-    encoder_config,
-    released_config,
-    save,
-    whole_vlm,
-)
-from tests.unit_tests.checkpoint.program_logits import (
-    BATCH,
-    loading,
-    save_gradients,
-)
+from tests.unit_tests.checkpoint.hugging_face import released_config, save, whole_vlm
+from tests.unit_tests.checkpoint.program_logits import BATCH, loading, save_gradients
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import apart
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
-LENGTH = 48
-
-SHAPES = [[(13, 45)], [(40, 10), (5, 17, 40), (8, 8)], [(1, 30, 9), (4, 16, 16)], []]
-SOUNDS = [[5000], [], [1279, 400], [20000]]
-"""Heights and widths of the images in pixels, also of clips after their frames, and numbers of
-samples of the sounds, by sample."""
-
-NORMAL = encoder_config()
-PICTURES = replace(
-    tiny_omni().with_images_of_any_size(4, 96).images,
-    pixel_mean=NORMAL.norm_mean,
-    pixel_std=NORMAL.norm_std,
-)
-HEARD = replace(tiny_omni().encoders[1], num_mel_bins=32)
-"""Entries with the sizes of the Hugging Face model that inputs need."""
+LENGTH = 64
+"""Tokens of the longest sample, and padding."""
 
 
-def pictures(number: int) -> list[torch.Tensor]:
-    """Images [3, H, W] and clips [frames, 3, H, W] of a sample, uint8."""
-    rng = torch.Generator().manual_seed(number)
-    shapes = [(*shape[:-2], 3, *shape[-2:]) for shape in SHAPES[number]]
-    return [torch.randint(256, shape, generator=rng, dtype=torch.uint8) for shape in shapes]
+def conversations(directory: Path) -> tuple[Radio, Given]:
+    """Return the encoder of images of a converted model, and a sample of each kind of input."""
+    preset = find_preset(str(directory / "model.json")).with_images_of_any_size(LEAST)
+    return preset.images, of_each_kind(preset, config_of(directory.with_name("theirs")))[1]
 
 
-def conversations() -> Given:
-    """Return samples of text, sounds, text, images and clips, text."""
-    grids, samples = {3: PICTURES.grids, 4: PICTURES.clips}, []
-    for number, (shapes, lengths) in enumerate(zip(SHAPES, SOUNDS, strict=True)):
-        rng = torch.Generator().manual_seed(number)
-        sounds = [torch.randn(length, generator=rng) for length in lengths]
-        sizes = [grids[len(shape) + 1].size_of(*shape) for shape in shapes]
-        cut = [grids[each.ndim].cut(each) for each in pictures(number)]
-        ids = torch.randint(6, 64, (LENGTH,), generator=torch.Generator().manual_seed(number))
-        start = 3
-        for entry, given in ((HEARD, lengths), (PICTURES, sizes)):
-            rows = int(entry.rows(np.array(given, np.int64)).sum())
-            ids[start : start + rows] = entry.token
-            start += rows + 2
-        assert start < LENGTH
-        samples.append((ids, {IMAGES: (sizes, cut), HEARD.name: (lengths, sounds)}))
-    return Given(samples, token_ids={IMAGES: IMAGE, HEARD.name: HEARD.token}, vocab_size=64)
-
-
-def their_loss(model: NemotronH_Omni_Reasoning_V3) -> torch.Tensor:
-    """The mean loss of all tokens of the conversations."""
-    source = conversations()
+def their_loss(model: NemotronH_Omni_Reasoning_V3, images: Radio, source: Given) -> torch.Tensor:
+    """The mean loss of all tokens of the samples."""
     labels = torch.cat([ids.roll(-1) for ids, _ in source.samples])
-    return F.cross_entropy(torch.cat(their_logits(model, PICTURES, source)), labels)
+    return F.cross_entropy(torch.cat(their_logits(model, images, source)), labels)
 
 
 LAYOUT = "--encoder images:tp=2 --encoder sound:dp=8 --language tp=2,cp=2,pp=2,dp=1,ep=2,etp=1"
@@ -113,7 +72,7 @@ SMALL = 1e-6
 """Added to a tensor's norm, as an expert without tokens has a gradient of zero."""
 
 CONVERSATIONS = ("--seq-length", str(LENGTH), "--dynamic-resolution")
-CONVERSATIONS += ("--dynamic-resolution-min-patches", "4")
+CONVERSATIONS += ("--dynamic-resolution-min-patches", str(LEAST))
 CONVERSATIONS += ("--transformer-impl", "local")  # the engine has such images in 16 bits alone
 
 
@@ -132,14 +91,15 @@ def test_gradients_of_conversations_are_theirs(layout, shared_path, record_prope
     """Tensor by tensor, of the loss of all tokens: the converter takes gradients for weights."""
     directory = convert_once(shared_path, MODEL, "tiny-omni")
     options = (*loading(directory), *CONVERSATIONS, *layout.split())
-    save_gradients(shared_path / "gradients", *options, source=conversations())
+    images, source = conversations(directory)
+    save_gradients(shared_path / "gradients", *options, source=source)
     with Utils.first_rank_first() as first:
         if not first:
             return
         like = ("--like", directory.with_name("theirs"), "--out", shared_path / "back")
         convert("megatron-to-hf", shared_path / "gradients", *like)
         model = MODEL()
-        their_loss(model).backward()
+        their_loss(model, images, source).backward()
         with torch.no_grad():
             for weight in model.parameters():
                 weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad)
@@ -166,18 +126,21 @@ def test_training_is_that_of_plain_pytorch(layout, shared_path, record_property)
     """Losses and gradient norms of five steps, with weight decay and clipping."""
     directory = convert_once(shared_path, MODEL, "tiny-omni")
     options = (*loading(directory), *CONVERSATIONS, *PLAIN.split(), *layout.split())
-    with trainer(*BATCH, *options, "--train-iters", "5", source=conversations()) as run:
+    images, source = conversations(directory)
+    with trainer(*BATCH, *options, "--train-iters", "5", source=source) as run:
         ours = [run.train_step() for _ in range(5)]
         if Utils.rank:
             return
-        theirs = trained_by_pytorch(MODEL(), run.args, len(ours))
+        theirs = trained_by_pytorch(MODEL(), run.args, len(ours), images, source)
     assert theirs[-1]["loss"] < 0.95 * theirs[0]["loss"]
     found = apart(ours, theirs)
     record_property("largest relative difference", found)
     assert found["loss"] <= TOLERANCE and found["grad_norm"] <= 1e-3, found
 
 
-def trained_by_pytorch(model: NemotronH_Omni_Reasoning_V3, args, steps: int) -> list[dict]:
+def trained_by_pytorch(
+    model: NemotronH_Omni_Reasoning_V3, args, steps: int, images: Radio, source: Given
+) -> list[dict]:
     """Train what is not frozen with AdamW; returns losses and gradient norms. The scales of layers
     stay one."""
     trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
@@ -192,7 +155,7 @@ def trained_by_pytorch(model: NemotronH_Omni_Reasoning_V3, args, steps: int) -> 
     records = []
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = their_loss(model)
+        loss = their_loss(model, images, source)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(weights.values(), args.clip_grad)
         optimizer.step()

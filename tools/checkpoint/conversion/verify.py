@@ -74,19 +74,28 @@ class Given(SampleSource):
 def of_each_kind(preset: VLMPreset, config: Any) -> tuple[list[str], Given]:
     """Return the kinds of media that both models take, ``text`` first, and a sample of each.
 
+    Media of several sizes are in a sample, a sound beside an image.
+
     Args:
         preset: the program's model. config: of transformers' model.
     """
     rng, images = torch.Generator().manual_seed(1), preset.images
-    grids, clips, sides = images.grids, images.clips, (images.tile, images.tile)
-    clip = torch.randint(256, (3, 3, *sides), generator=rng, dtype=torch.uint8)
-    sound = torch.randn(SAMPLING_RATE // 2, generator=rng)
-    kinds: dict[str, Inputs] = {"text": {}}
-    kinds["image"] = {IMAGES: ([grids.size_of(*sides)], [grids.cut(clip[0])])}
-    if clips:
-        kinds["video"] = {IMAGES: ([clips.size_of(3, *sides)], [clips.cut(clip)])}
+    side, cutters = images.tile, {2: images.grids, 3: images.clips}
+    wide = side // 2, side * 5 // 4
+
+    def seen(*shapes: tuple[int, ...]) -> Inputs:
+        """Return images, of heights and widths in pixels, and clips, of frames before them."""
+        pixels = [torch.randint(256, (*s[:-2], 3, *s[-2:]), generator=rng) for s in shapes]
+        cut = [cutters[len(s)].cut(p.byte()) for s, p in zip(shapes, pixels, strict=True)]
+        return {IMAGES: ([cutters[len(shape)].size_of(*shape) for shape in shapes], cut)}
+
+    kinds: dict[str, Inputs] = {"text": {}, "image": seen((side, side), wide)}
+    if images.clips:
+        kinds["video"] = seen((3, side, side), wide, (4, *wide))
     if SOUND in preset.names and config.audio_config:
-        kinds["sound"] = {SOUND: ([len(sound)], [sound])}
+        lengths = SAMPLING_RATE // 2, 1279, 400
+        sounds = [torch.randn(length, generator=rng) for length in lengths]
+        kinds["sound"] = seen((side, side)) | {SOUND: (lengths, sounds)}
     tokens, vocabulary = {e.name: e.token for e in preset.encoders}, preset.language.vocab_size
     samples = []
     for inputs in kinds.values():
