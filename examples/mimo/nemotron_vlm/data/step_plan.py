@@ -136,7 +136,7 @@ class StepPlan:
         if part is None:
             return [Share(None)]
         own = np.split(cell.reshape(-1), dp)[part]
-        return [Share(_ranges(_joined([inputs[row] for row in own])))]
+        return [Share(_ranges(np.concatenate([inputs[row] for row in own])))]
 
     def _colocated(self, name: str, parts: int, inputs: Inputs, cells: np.ndarray) -> list[Share]:
         """Return the shares of the microbatches of one macro-batch."""
@@ -145,16 +145,16 @@ class StepPlan:
         encoded, counts = [], []
         for atom in atoms_of(self.encoder_parts[name], parts, dp):
             run, place = divmod(atom, a_run)
-            whole = _joined([inputs[row] for row in cells[:, run].flat])
+            whole = np.concatenate([inputs[row] for row in cells[:, run].flat])
             bounds = cut_evenly(whole[:, WORK], a_run)
             encoded.append(whole[bounds[place] : bounds[place + 1]])
             counts.append(len(encoded[-1]))
-        made, made_bounds = _joined(encoded), np.cumsum([0, *counts])
-        used = [_joined([inputs[row] for row in rows]) for rows in cells[:, self.language_dp]]
-        used_bounds = cut_evenly(_joined(used)[:, WORK], a_run)
+        made, made_bounds = np.concatenate(encoded), np.cumsum([0, *counts])
+        own = cells[:, self.language_dp]
+        used = np.concatenate([inputs[row] for row in own.flat])
+        used_bounds = cut_evenly(used[:, WORK], a_run)
         shares = _between_samples(made, made_bounds, len(cells))
-        ends = np.cumsum([0, *map(len, used)])
-        used = _joined(used)
+        ends = np.cumsum([0, *(sum(len(inputs[row]) for row in rows) for rows in own)])
         return [
             Share(
                 _ranges(made[shares[number] : shares[number + 1]]),
@@ -163,10 +163,6 @@ class StepPlan:
             )
             for number in range(len(cells))
         ]
-
-
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _ranges(inputs: np.ndarray) -> list[InputRange]:
