@@ -198,10 +198,7 @@ def _extractor(mel_bins: int):
 
 
 def parakeet(sizes: Sound, dtype: torch.dtype | None = None) -> nn.Module:
-    """Make transformers' encoder, whose attention is `attend`, without its initial weights.
-
-    It would draw them on one core, in 20 s at the published sizes.
-    """
+    """Make transformers' encoder without its initial weights; its attention is `attend`."""
     from transformers import AttentionInterface, AutoModel, ParakeetEncoderConfig
     from transformers.initialization import no_init_weights
 

@@ -249,9 +249,8 @@ class TestReader:
     SOURCE = DigitStrips(tile=16, tokens_per_tile=TOKENS_PER_TILE, seq_length=SEQ_LENGTH, seed=0)
 
     def test_a_sample_with_another_number_of_image_tokens_is_named(self):
-        wrong = WrongCount(16, TOKENS_PER_TILE, SEQ_LENGTH, 0)
-        found = reader(wrong, None, SEQ_LENGTH)[one_take([[7]], [])]
-        assert found.startswith("sample 7 of train has 0 tokens of images for")
+        wrong = reader(WrongCount(16, TOKENS_PER_TILE, SEQ_LENGTH, 0), None, SEQ_LENGTH)
+        assert wrong[one_take([[7]], [])].startswith("sample 7 of train has 0 tokens of images for")
 
     def test_texts_are_read_once_and_inputs_where_they_are_encoded(self, monkeypatch):
         """With CP, also the texts of samples that others consume, for the owners of their rows."""
@@ -287,8 +286,7 @@ class TestReader:
         number = next(n for n in range(99) if self.SOURCE.costs("train", n, 1)[0, 1] == 3)
         one = one_take([[number]], [InputRange(number, 1, 2)], [4], [12])
         batch = reader(self.SOURCE, None, SEQ_LENGTH)[one]
-        plan = batch["batch_plan"]
-        tiles = batch["modality_inputs"]["images"]["radio"]["tiles"]
+        plan, tiles = batch["batch_plan"], batch["modality_inputs"]["images"]["radio"]["tiles"]
         assert tiles.equal(self.SOURCE.tiles("train", number)[1:2])
         places = (self.SOURCE.text("train", number).input_ids == IMAGE).nonzero()[:, 0]
         layout = zigzag_layout(PaddedLengths((SEQ_LENGTH,), (SEQ_LENGTH,)), 2)
@@ -304,9 +302,8 @@ class TestReader:
     [("digits", "tiny"), ("digits:2", "tiny"), ("mock", "tiny"), ("digits:2", "tiny-omni")],
 )
 def test_samples_have_as_many_image_tokens_as_their_images_rows(data, model):
-    options = Run.of(["--data", data, "--model", model, "--dynamic-resolution"], 1)
-    images = options.preset.images
-    source = make_source(options.args, options.preset)
+    run = Run.of(["--data", data, "--model", model, "--dynamic-resolution"], 1)
+    source, images = make_source(run.args, run.preset), run.preset.images
     found, counts = [], set()
     for number in range(40):
         (sizes,) = source.sizes("train", number, 1, IMAGES)
@@ -315,8 +312,8 @@ def test_samples_have_as_many_image_tokens_as_their_images_rows(data, model):
         tubelets = [len(each) if each.ndim == 4 else 0 for each in inputs]
         assert tubelets == tubelets_of(sizes).tolist()
         assert (text.input_ids == IMAGE).sum() == images.rows(sizes).sum()
-        cost = source.costs("train", number, 1)[0]
-        assert cost[0] == len(text.input_ids) <= options.args.seq_length
+        tokens = source.costs("train", number, 1)[0, 0]
+        assert tokens == len(text.input_ids) <= run.args.seq_length
         found += sizes.tolist()
         counts.add(len(sizes))
     assert len(set(found)) > 8 and len(counts) > 1
