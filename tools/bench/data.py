@@ -44,8 +44,7 @@ def main() -> None:
         figures |= indexed(path / "index.npy", own.samples)
     print(*(f"{name}: {figure:.3g}" for name, figure in figures.items()), sep="\n")
     if own.json:
-        run = {"name": "survey and index", "samples": own.samples, **figures}
-        own.json.write_text(json.dumps({"row": "data", "runs": [run]}, indent=1) + "\n")
+        own.json.write_text(json.dumps({"samples": own.samples, **figures}, indent=1) + "\n")
 
 
 def surveyed(path: Path, kind: str, count: int) -> float:
