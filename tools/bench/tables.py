@@ -66,7 +66,7 @@ def head(names: list[str]) -> str:
 def line(run: dict, first: dict) -> str:
     """Return a run's line; its ratio is of tokens/s a GPU to the first run of the row."""
     ratio = run["tokens_per_s_per_gpu"] / first["tokens_per_s_per_gpu"]
-    waited = _percent(run["data_wait"])
+    waited = "–" if run["data_wait"] is None else _percent(run["data_wait"])
     return _joined([run["name"], *_speed(run), f"{ratio:.2f}", _memory(run), waited])
 
 

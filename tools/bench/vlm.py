@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure how well the training program uses its GPUs in the runs of a row of vlm.toml.
 
-A run is three steps that do not count and ten that do. Times are medians; tokens are those of whole
-rows, text and images; TFLOP/s are Megatron's count for all modules, without recompute.
+A run is the program itself, or upstream's script that it is compared with: three steps that do not
+count and ten that do. Times are medians; tokens are those of whole rows, text and images; TFLOP/s
+are Megatron's count for all modules, without recompute.
 
 Usage, in the checkout's environment (PYTHONPATH):
     python tools/bench/vlm.py real --json docs/benchmarks/real.json
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import tables
@@ -56,12 +58,18 @@ def main(arguments: list[str]) -> int:
             from mixture import make  # needs the extra energon
 
             common += make(Path(directory) / "mixture", row["mixture"], [*common, *more])
+        if "tile" in row:
+            common += ["--model", _with_tile(row["tile"], Path(directory))]
         for name, run in runs_of(row).items():
             if own.only and name not in own.only and found:
                 continue
             arguments = shlex.split(run["arguments"])
-            steps = row.get("measured", MEASURED)
-            figures = measured(run["ranks"], [*common, *arguments, *more], steps)
+            if "script" in run:
+                arguments += ["--img-h", str(row["tile"]), "--img-w", str(row["tile"]), *more]
+                figures = measured_upstream(run, arguments, found[0])
+            else:
+                steps = row.get("measured", MEASURED)
+                figures = measured(run["ranks"], [*common, *arguments, *more], steps)
             found.append({"name": name, **figures})
             print(tables.line(found[-1], found[0]), flush=True)
             if own.json:
@@ -80,13 +88,18 @@ def runs_of(row: dict) -> dict[str, dict]:
     return found
 
 
+def torchrun(ranks: int) -> list[str]:
+    """Return the command line's part that starts so many ranks of a program."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [sys.executable, *launch]
+
+
 def measured(ranks: int, arguments: list[str], steps: int) -> dict[str, object]:
     """Carry out one run, with ``steps`` counted after the warm-up, and return its figures."""
     with tempfile.TemporaryDirectory() as directory:
         metrics = Path(directory, "metrics.jsonl")
         rest = ["--train-iters", str(WARM_UP + steps), "--metrics-out", str(metrics)]
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command = [sys.executable, *launch, PROGRAM, *arguments, *rest, "--seed", "1"]
+        command = [*torchrun(ranks), PROGRAM, *arguments, *rest, "--seed", "1"]
         checkout = os.environ.get("CHECKOUT", ROOT / "build" / "Megatron-LM")
         subprocess.run(command, check=True, cwd=checkout)
         records = list(map(json.loads, metrics.read_text().splitlines()))
@@ -106,6 +119,53 @@ def measured(ranks: int, arguments: list[str], steps: int) -> dict[str, object]:
         "peak_memory_gib": records[-1]["memory_gib"] or None,
         "data_wait": waited / sum(record["step_time_s"] for record in counted),
     }
+
+
+def measured_upstream(run: dict, arguments: list[str], ours: dict) -> dict[str, object]:
+    """Carry out a run of upstream's script and return its figures.
+
+    Args:
+        run: `script` is the script's path in the git checkout that ``MEGATRON_GIT_CHECKOUT`` names.
+        ours: a run of the same model and batch, whose operations are the script's.
+    """
+    ranks, checkout = run["ranks"], os.environ["MEGATRON_GIT_CHECKOUT"]
+    with tempfile.TemporaryDirectory() as directory:
+        rest = ["--train-iters", str(WARM_UP + MEASURED), "--seed", "1"]
+        program = [str(Path(__file__).with_name("upstream.py")), directory, run["script"]]
+        paths = os.pathsep.join([checkout, os.environ.get("PYTHONPATH", "")])
+        subprocess.run(
+            [*torchrun(ranks), *program, *arguments, *rest],
+            check=True,
+            cwd=checkout,
+            env=os.environ | {"PYTHONPATH": paths, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        )
+        files = Path(directory).glob("*.jsonl")
+        steps = [list(map(json.loads, file.read_text().splitlines())) for file in files]
+    counted = zip(*(rank[WARM_UP:] for rank in steps), strict=True)
+    seconds = statistics.median(max(rank["step_time_s"] for rank in step) for step in counted)
+    losses = next(rank for rank in steps if rank[0]["losses"])
+    scale = ours["step_s"] * ours["ranks"] / seconds / ranks
+    return {
+        "ranks": ranks,
+        "arguments": shlex.join([run["script"], *arguments]),
+        "loss": [next(iter(losses[at]["losses"].values())) for at in (0, -1)],
+        "first_step_s": max(rank[0]["step_time_s"] for rank in steps),
+        "step_s": seconds,
+        "tokens_per_s_per_gpu": ours["tokens_per_s_per_gpu"] * scale,
+        "tflops_per_gpu": ours["tflops_per_gpu"] * scale,
+        "peak_memory_gib": max(rank[-1]["peak_memory_gib"] for rank in steps),
+        "data_wait": None,
+    }
+
+
+def _with_tile(tile: int, directory: Path) -> str:
+    """Write the sizes of the model with tiles of so many pixels a side; returns the file's path."""
+    from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset
+
+    preset = find_preset("nano-vl-30b-a3b")
+    path = directory / f"tile-{tile}.json"
+    write_preset(replace(preset, encoders=(replace(preset.images, tile=tile),)), path)
+    return str(path)
 
 
 def tokens_a_step(arguments: list[str]) -> int:
