@@ -72,7 +72,7 @@ def surveyed(path: Path, kind: str, count: int) -> float:
 
 
 def indexed(path: Path, samples: int) -> dict[str, float]:
-    """Return the figures of an index of records, half of which have 90 tokens or fewer."""
+    """Return the figures of an index of records with a median of 90 tokens."""
     draw, table = np.random.default_rng(0), np.zeros((7, samples), np.int32)
     table[0] = draw.random(samples) < 0.02
     table[1] = draw.lognormal(4.5, 1.7, samples).astype(np.int32) + 2

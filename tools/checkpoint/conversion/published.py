@@ -48,7 +48,7 @@ def with_sizes(preset: VLMPreset, encoder: str | None, sizes: Any) -> VLMPreset:
 def translation_of(
     parts: Iterable[Part], preset: VLMPreset, shapes: Mapping[str, Shape]
 ) -> Translation:
-    """Return the translation of parts; ``shapes`` are those of our whole model's tensors."""
+    """Return the translation of parts; ``shapes`` has our whole model's tensors."""
     parts = {part: encoder for part, encoder in parts_of(preset).items() if part in parts}
     table = {
         part.ours + name: tuple(replace(row, name=part.theirs + row.name) for row in rows)

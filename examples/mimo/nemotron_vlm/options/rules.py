@@ -123,7 +123,7 @@ OF_OWN_OPTIONS = [
             or r.asked.num_layers
             not in (None, len(main_layers(r.args.hybrid_layer_pattern).replace("|", "")))
         ),
-        "the pattern gives the layers, and those of later tokens: MEM*/E*/E* is for two tokens",
+        "the pattern gives all layers, for later tokens too: MEM*/E*/E* is for two tokens",
         example="--num-layers 2",
     ),
     Rule(

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The images, clips and sounds of the rows of tokens.
 
-They are those of the first rows that training would read, by the survey's sizes. Where the shards
-are not there, rows are full of images, as mock samples are; ``--data digits:N`` has N tiles a row.
+The survey gives the sizes in the first rows that training would read. Where the shards are not
+there, rows are full of images, as mock samples are; ``--data digits:N`` has N tiles a row.
 """
 
 import math

@@ -54,7 +54,7 @@ def host_memory_of(plan: Plan) -> list[Memory]:
 
 
 def _held(plan: Plan, stage: Stage) -> tuple[list[float], list[float]]:
-    """Return the parameters that a rank holds, and those of them that are trained."""
+    """Return the parameters that a rank holds, and the trained parameters among them."""
     run = plan.task.options
     every = held(run.preset, plan.layouts, stage, frozenset(), run.adapters)
     return every, held(run.preset, plan.layouts, stage, run.parts.frozen, run.adapters)

@@ -89,7 +89,7 @@ def describe(plans: list[Plan], allowed: int) -> str:
 
 
 def _row(plan: Plan, operations: float) -> list[str]:
-    """Return a plan's row of the table; ``operations`` are those of a row of tokens."""
+    """Return a plan's row of the table; a row of tokens takes ``operations``."""
     parts, step, batch = step_time(plan), seconds(plan), plan.layouts.batch
     again = [plan.recompute] * (plan.recompute != "none")
     again += [f"encoder/{plan.schedule.recompute}"] * bool(plan.schedule.recompute)

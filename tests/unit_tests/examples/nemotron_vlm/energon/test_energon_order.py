@@ -159,7 +159,7 @@ def epoch_of_packed_runs(records: int, stops: int) -> int:
     """Read an epoch in runs of one, two and three DP ranks, the first three also of other batches.
 
     Returns:
-        The samples of the epoch, each of which was read once.
+        The number of samples in the epoch; the runs read each sample once.
     """
     source = Records(records)
     size, state = len(source.good), Namespace(consumed_train_samples=0, window_start=(0, 0))

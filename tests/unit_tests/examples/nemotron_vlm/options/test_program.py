@@ -57,8 +57,8 @@ def test_only_training_on_gpus_sees_them_and_graphs_have_variables_of_their_own(
 
 
 def test_the_environment_is_set_before_a_library_that_reads_it_is_imported(tmp_path):
-    """What the user has set is kept. Kernels of hosts are apart: on a network file system, a file
-    that another host replaces cannot be read on."""
+    """The program keeps variables that the user has set. Each host has its own kernels: on a
+    network file system, a file that another host replaces cannot be read on."""
     noted = "import json, os\nprint(json.dumps(dict(os.environ)))\nos._exit(0)\n"
     for name in ("torch", "triton", "transformer_engine"):
         (tmp_path / f"{name}.py").write_text(noted)
@@ -113,7 +113,7 @@ LOST = "[/pytorch/third_party/gloo/x.cc:5] Connection closed by peer [127.0.0.1]
 def test_an_error_is_one_line_that_torchruns_report_repeats(
     error, code, line, tmp_path, monkeypatch, capsys
 ):
-    """Also that of a process which a launched rank starts: torchrun has not started that one."""
+    """Also the error of a process that a launched rank starts, and torchrun does not."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv(errors.LAUNCHED, "1")
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)

@@ -40,7 +40,7 @@ def test_gradients_are_those_of_plain_data_parallelism():
 @requires_world_size(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gradients_of_every_type_are_divided(dtype, monkeypatch):
-    """One kernel divides bf16 gradients, and another those of other types. A count such as 347 has
+    """One kernel divides bf16 gradients, and another the other types. A count such as 347 has
     no bf16 inverse: bf16 gradients are multiplied by the number in fp32, and rounded once."""
     monkeypatch.setattr(grad_finalization, "AT_A_TIME", 100)
     given = torch.randn(999, generator=torch.Generator().manual_seed(5)).to(Utils.device)
