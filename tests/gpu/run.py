@@ -2,7 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prove on one or two GPUs what CPU ranks cannot, and write down each case with its figure.
 
-    python tests/gpu/run.py [--json FILE] [pytest arguments]        usually by `make test-gpu`
+    python tests/gpu/run.py [--json FILE] [--shared] [pytest arguments]   usually by `make test-gpu`
+
+With ``--shared`` two ranks take turns on one GPU, where each of their collectives takes 2 ms or
+more: choose cases by pytest's ``-k``.
 
 Lanes run at the same time, the stages of a lane one after the other. The exit code is 0 if every
 case of every stage has passed; a case that failed, was skipped or never ended is named.
@@ -72,20 +75,19 @@ UNITS_OF_ONE += tuple(
 
 @dataclass(frozen=True)
 class Stage:
-    """A call of pytest on ``ranks`` ranks with a GPU each; ``first`` is the first rank's GPU."""
+    """A call of pytest on ``ranks`` ranks; ``first`` is the first rank's GPU."""
 
     name: str
     ranks: int
     paths: tuple[str, ...]
     first: int = 0
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, gpus: int) -> dict[str, str]:
         """Return the variables that libraries read at their start, as the program sets them."""
         found = at_start(["--cuda-graph-impl", "local"] if AHEAD in self.paths else [])[1]
         if self.paths[0] not in PROGRAMS:
-            found["CUDA_VISIBLE_DEVICES"] = ",".join(
-                str(self.first + rank) for rank in range(self.ranks)
-            )
+            chosen = {min(self.first + rank, gpus - 1) for rank in range(self.ranks)}
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, sorted(chosen)))
         return found
 
     def command(self, record: Path, arguments: list[str]) -> list[str]:
@@ -101,8 +103,8 @@ class Stage:
         return [sys.executable, "-W", "ignore", *launch, *pytest, *rest]
 
 
-def lanes(gpus: int) -> list[list[Stage]]:
-    """Return the lanes that run at the same time on so many GPUs.
+def lanes(ranks: int) -> list[list[Stage]]:
+    """Return the lanes that run at the same time with stages of up to so many ranks.
 
     Lanes share GPUs: processes take turns on one, and a collective waits until both of its ranks
     have their turn.
@@ -110,10 +112,10 @@ def lanes(gpus: int) -> list[list[Stage]]:
     units = tuple(f"{UNITS}/{path}" for path in UNITS_OF_ONE)
     found = [
         [Stage("cases on one GPU", 1, (CASES,))],
-        [Stage("unit tests on one GPU", 1, units, first=gpus - 1)],
+        [Stage("unit tests on one GPU", 1, units, first=ranks - 1)],
         [Stage(Path(path).stem, 1, (path,)) for path in PROGRAMS],
     ]
-    if gpus == 2:
+    if ranks == 2:
         ahead = Stage("cases that run ahead", 2, (AHEAD,))
         found.append([Stage("cases on two GPUs", 2, (CASES,)), ahead])
         found.append([Stage("16-bit cases on two GPUs", 2, (IN_16_BITS,))])
@@ -127,6 +129,7 @@ def main(arguments: list[str]) -> int:
     """Run all stages; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, help="where to write the cases and their figures")
+    parser.add_argument("--shared", action="store_true", help="two ranks, also on one GPU")
     own, rest = parser.parse_known_args(arguments)
     gpus = min(2, torch.cuda.device_count())
     if gpus == 0:
@@ -137,16 +140,20 @@ def main(arguments: list[str]) -> int:
         return 2
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="one-rank-runs-") as shared:
-        chosen = lanes(gpus)
+        ranks = 2 if own.shared else gpus
+        environment = {"RANKS": str(ranks), "SHARED_GPU": str(int(ranks > gpus))}
+        environment |= {"ONE_RANK_RUNS": shared}
+        chosen = lanes(ranks)
         with ThreadPoolExecutor(len(chosen)) as pool:
-            given = [(lane, rest, Path(shared), gpus) for lane in chosen]
+            given = [(lane, rest, gpus, environment) for lane in chosen]
             cases = [case for found in pool.map(lambda each: _run(*each), given) for case in found]
     wrong = [case for case in cases if case["outcome"] != "passed"]
     for case in wrong:
         reason = case.get("reason", "")
         print(f"{case['outcome']}: {case['stage']}: {case['test']} {reason}".rstrip())
     seconds = round(time.monotonic() - started)
-    print(f"{len(cases) - len(wrong)} of {len(cases)} cases passed on {gpus} GPUs in {seconds} s")
+    counts = f"{len(cases) - len(wrong)} of {len(cases)} cases passed"
+    print(f"{counts} with {ranks} ranks on {gpus} GPUs in {seconds} s")
     if own.json:
         write(own.json, {"machine": machine(), "commit": _commit(), "seconds": seconds}, cases)
     return 1 if wrong or not cases else 0
@@ -186,19 +193,18 @@ def write(path: Path, facts: dict, cases: list[dict]) -> None:
     path.write_text(f'{head}, "cases": [\n{lines}\n]}}\n')
 
 
-def _run(lane: list[Stage], arguments: list[str], shared: Path, gpus: int) -> list[dict]:
-    """Run a lane's stages; returns their cases."""
+def _run(lane: list[Stage], arguments: list[str], gpus: int, shared: dict[str, str]) -> list[dict]:
+    """Run a lane's stages with variables that all stages share; returns their cases."""
     found = []
     for stage in lane:
-        environment = os.environ | stage.environment() | WITHOUT_TF32
+        environment = os.environ | stage.environment(gpus) | WITHOUT_TF32 | shared
         environment |= {
             "PYTHONPATH": _search_path(),
             "CHECKOUT": str(CHECKOUT),
-            "ONE_RANK_RUNS": str(shared),
             "OMP_NUM_THREADS": "2",
-            "GPUS": str(gpus),
         }
-        record, log = shared / f"{stage.name}.jsonl", shared / f"{stage.name}.log"
+        folder = Path(shared["ONE_RANK_RUNS"])
+        record, log = folder / f"{stage.name}.jsonl", folder / f"{stage.name}.log"
         with log.open("w") as file:
             code = _ended(stage.command(record, arguments), environment, file)
         cases = _cases(stage, record, code)

@@ -22,7 +22,7 @@ from tests.e2e.test_faults import assert_whole, newest
 from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE, TOLERANCE
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import apart
 
-RANKS = int(os.environ.get("GPUS", "2"))
+RANKS = int(os.environ.get("RANKS", "2"))
 LAYOUT = ("--encoder", "dp=2", "--language", "tp=2,ep=2,etp=1") if RANKS == 2 else ()
 
 STEPS = 40

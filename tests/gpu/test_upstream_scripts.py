@@ -19,9 +19,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-4
 BF16_TOLERANCE = 1e-3
 LIMIT_S = 400
-GPUS = int(os.environ.get("GPUS", "2"))
+RANKS = int(os.environ.get("RANKS", "2"))
 
-needs_two = pytest.mark.skipif(GPUS < 2, reason="needs 2 ranks, this run has 1")
+needs_two = pytest.mark.skipif(RANKS < 2, reason="needs 2 ranks, this run has 1")
 
 OPTIONS = """
     --mimo-layout colocated --llm-offset 0 --vision-projection-type mlp
