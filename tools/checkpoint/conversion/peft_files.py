@@ -230,10 +230,14 @@ def from_peft(directory: Path, preset: VLMPreset, out: Path) -> str:
 
         def make(name: str) -> torch.Tensor:
             value = program.initial(name)
-            for number, first in enumerate(firsts.get(name, ())):
-                value[number * config.r : (number + 1) * config.r] = first
-            for place, at, update in updates.get(name, ()):
-                value[place, at : at + config.r] = update
+            matrices = {name: value}
+            if value.ndim == 3:
+                matrices = {f"{name}[{number}]": each for number, each in enumerate(value)}
+            for part, own in matrices.items():
+                for number, first in enumerate(firsts.get(part, ())):
+                    own[number * config.r : (number + 1) * config.r] = first
+                for place, at, update in updates.get(part, ()):
+                    own[place, at : at + config.r] = update
             return value
 
         dtypes = dict.fromkeys(parts, files.dtype(next(iter(wanted))))

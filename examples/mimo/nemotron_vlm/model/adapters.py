@@ -29,14 +29,12 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.schedule.replaced import replaced
-from megatron.core.transformer.lora import (
-    LoRA,
+from megatron.core.transformer.adapted_layers import (
     add_adapters,
-    is_adapter,
     linear_layers,
     require_input_gradients,
-    scale_of,
 )
+from megatron.core.transformer.lora import LoRA, is_adapter, scale_of
 
 ALL_LINEAR = "all-linear"
 """Word for all linear layers of a stack of layers."""

@@ -115,7 +115,7 @@ def by_place(stages: list[MimoModel]) -> tuple[Counts, Counts]:
             if module:
                 place = module, VIT_LAYER if part == ENCODER and layer else part
             elif layer:
-                is_routed = ".local_experts." in name or ".experts.weight" in name
+                is_routed = ".mlp.experts." in name
                 kinds = stage.language_model.decoder.layer_type_list
                 place = EXPERT if is_routed else kinds[int(layer.split(".")[0])]
             else:

@@ -13,10 +13,7 @@ their dispatcher gathers inputs and sums outputs: there the gradient of the whol
 in its backward.
 """
 
-import functools
-import itertools
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +23,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedStateDict,
+)
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -64,25 +63,36 @@ class Adapter(nn.Module):
             row-parallel, or has no tensor parallelism.
         owner: the module that holds the layer as ``name``. It knows which parts of the output
             checkpoints divide over tensor parallelism one by one.
+        leading: sizes of axes of A and B before their own.
     """
 
-    def __init__(self, base: nn.Module, settings: LoRA, owner: nn.Module, name: str) -> None:
+    def __init__(
+        self,
+        base: nn.Module,
+        settings: LoRA,
+        owner: nn.Module,
+        name: str,
+        leading: tuple[int, ...] = (),
+    ) -> None:
         super().__init__()
         self.settings, weight = settings, base.weight
         outputs, inputs = weight.shape
         made = {"bias": False, "device": weight.device, "dtype": weight.dtype}
         self.linear_in = nn.Linear(inputs, settings.dim, **made)
         self.linear_out = nn.Linear(settings.dim, outputs, **made)
-        self.mode = _parallel_mode(base)
+        self.mode = parallel_mode(base)
         self.is_expert = getattr(base, "is_expert", False)
         self.group = getattr(base, "tp_group", None) or getattr(base, "_tp_group", None)
         self.has_sequence = bool(getattr(base, "sequence_parallel", False)) and not self.is_expert
         self._owner, self._name = [owner], name  # a list, so that it is no submodule
         divided = {"column": (self.linear_out, 0), "row": (self.linear_in, 1)}.get(self.mode)
         for layer in (self.linear_in, self.linear_out):
+            if leading:
+                layer.weight = nn.Parameter(weight.new_empty(*leading, *layer.weight.shape))
             layer.weight.allreduce = getattr(weight, "allreduce", True)
             if divided and layer is divided[0]:
-                set_tensor_model_parallel_attributes(layer.weight, True, divided[1], 1)
+                axis = len(leading) + divided[1]
+                set_tensor_model_parallel_attributes(layer.weight, True, axis, 1)
             else:
                 layer.weight.sequence_parallel = self.has_sequence
 
@@ -155,89 +165,14 @@ class Adapter(nn.Module):
         return state
 
 
-class _Adapted:
-    """Mixed into the class of a linear layer that has an ``adapter``."""
-
-    def forward(self, rows: Tensor, *args, **named):
-        result = super().forward(rows, *args, **named)
-        if isinstance(result, Tensor):  # PyTorch's own layer
-            return result + self.adapter(rows)
-        output, *others = result
-        if getattr(self, "return_layernorm_output", False):  # a norm is fused with the layer
-            if isinstance(output, tuple):
-                output, rows = output
-            else:
-                rows = others.pop()
-        return (output + self.adapter(rows), *others)
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return state | self.adapter.sharded_state_dict(
-            f"{prefix}adapter.", sharded_offsets, metadata
-        )
-
-
-@functools.cache
-def _adapted(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Adapted{kind.__name__}", (_Adapted, kind), {})
-
-
-def add_adapters(model: nn.Module, settings: LoRA, names: Sequence[str]) -> None:
-    """Adapt linear layers of a bare model, in place.
-
-    Names of the base's parameters stay as they are. The layers' class becomes one that adds the
-    adapter, as PyTorch's parametrizations do.
-
-    Args:
-        names: of the layers, which :func:`linear_layers` returns.
-    """
-    for name in names:
-        place, _, own = name.rpartition(".")
-        owner = model.get_submodule(place)
-        base = getattr(owner, own)
-        base.adapter = Adapter(base, settings, owner, own)
-        base.__class__ = _adapted(type(base))
-        if hasattr(base, "return_layernorm_output"):
-            base.return_layernorm_output = True
-
-
-def linear_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the linear layers of a model that can be adapted, with their names."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or _parallel_mode(module)) and not is_adapter(name)
-    ]
-
-
-def require_input_gradients(stack: nn.Module) -> None:
-    """Let the input of a stack of layers require a gradient.
-
-    With everything before the stack frozen it would not, and a layer that Megatron recomputes has
-    gradients only if its input has one; a pipeline's stage needs one, too.
-    """
-
-    def hook(_module: nn.Module, args: tuple, named: dict) -> None:
-        for value in itertools.chain(args[:1], [named.get("hidden_states")]):
-            if isinstance(value, Tensor) and torch.is_grad_enabled() and not value.requires_grad:
-                value.requires_grad_()
-
-    stack.register_forward_pre_hook(hook, with_kwargs=True)
-
-
 def scale_of(alpha: float, dim: int, is_rs: bool) -> float:
     """Return the factor of an adapter's output; of rsLoRA (arXiv 2312.03732) if ``is_rs``."""
     return alpha / (math.sqrt(dim) if is_rs else dim)
 
 
-def has_adapter(layer: nn.Module) -> bool:
-    """Return whether a layer is adapted."""
-    return isinstance(layer, _Adapted)
-
-
 def is_adapter(name: str) -> bool:
     """Return whether a module or parameter of this name belongs to an adapter."""
-    return ".adapter.linear_" in name
+    return ".adapter." in name or ".adapters." in name
 
 
 def merged(weight: Tensor, first: Tensor, second: Tensor, scale: float) -> Tensor:
@@ -250,7 +185,7 @@ def merged(weight: Tensor, first: Tensor, second: Tensor, scale: float) -> Tenso
     return torch.add(weight.float(), update, alpha=scale).to(weight.dtype)
 
 
-def _parallel_mode(layer: nn.Module) -> str | None:
+def parallel_mode(layer: nn.Module) -> str | None:
     """Return how tensor parallelism divides a layer's weight: by ``column``, ``row`` or not."""
     if isinstance(layer, ColumnParallelLinear):
         return "column"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_relu_impl
-from megatron.core.transformer.lora import Adapter, has_adapter
+from megatron.core.transformer.adapted_layers import ExpertAdapter
 from megatron.core.transformer.moe.device_counts import (
     DeviceCountMoELayer,
     counts_stay_on_device,
@@ -56,10 +56,7 @@ class GroupedExperts(SequentialMLP):
             is_grouped = is_grouped and self.num_local_experts > 1 and has_right_grouped_gemm()
         if not is_grouped:
             return super().forward(hidden, tokens_per_expert, probs)
-        adapters = [[e.adapter for e in each if has_adapter(e)] for each in self._layers()]
-        if self.counts_stay_on_device:
-            adapters = [each[::-1] for each in adapters]
-        return apply_experts(self, *self.weights(), hidden, tokens_per_expert, probs, *adapters)
+        return apply_experts(self, *self.weights(), hidden, tokens_per_expert, probs)
 
     def weights(self) -> list[list[Tensor]]:
         """Return the weights of both layers, in the order of the dispatcher's rows."""
@@ -115,8 +112,6 @@ def apply_experts(
     hidden: Tensor,
     tokens_per_expert: Tensor,
     probs: Tensor,
-    first_adapters: Sequence[Adapter] = (),
-    second_adapters: Sequence[Adapter] = (),
 ) -> Computed:
     """Apply each expert to its tokens.
 
@@ -127,7 +122,7 @@ def apply_experts(
             or any numbers with ``moe_permute_fusion``, whose kernels read the experts' rows alone.
         tokens_per_expert: ``[experts]``, integers.
         probs: ``[rows]``, weights of the experts' activations.
-        first_adapters, second_adapters: adapters of each expert's layers, or none.
+        experts: also have ``adapters``, by the names of their layers, or none.
 
     Returns:
         ``[rows, H]``, partial sums over the experts' tensor-parallel ranks; and no bias.
@@ -141,12 +136,18 @@ def apply_experts(
     if config.moe_apply_probs_on_input:
         hidden = (weights * hidden).to(hidden.dtype)
         weights = torch.ones_like(weights)
-    inner = _product(hidden, ends, tail, first, first_adapters)
+    adapters, is_reversed = getattr(experts, "adapters", {}), experts.counts_stay_on_device
+
+    def product(rows: Tensor, weights: list[Tensor], name: str) -> Tensor:
+        adapter = adapters[name] if name in adapters else None
+        return _product(rows, ends, tail, weights, adapter, is_reversed)
+
+    inner = product(hidden, first, "linear_fc1")
     if config.activation_func is squared_relu and config.use_fused_weighted_squared_relu:
         inner = weighted_squared_relu_impl(inner, weights)
     else:
         inner = (config.activation_func(inner) * weights).to(inner.dtype)
-    return _product(inner, ends, tail, second, second_adapters), None
+    return product(inner, second, "linear_fc2"), None
 
 
 def _product(
@@ -154,19 +155,25 @@ def _product(
     ends: Tensor,
     tail: Tensor | None,
     weights: Sequence[Tensor],
-    adapters: Sequence[Adapter],
+    adapter: ExpertAdapter | None,
+    is_reversed: bool,
 ) -> Tensor:
-    """Multiply the rows of each expert with its weight, and add the update of its adapter."""
+    """Multiply the rows of each expert with its weight, and add the update of its adapter.
+
+    Args:
+        is_reversed: the rows are of the last expert first.
+    """
     output = _GroupedLinear.apply(rows, ends, tail, *weights)
-    if not adapters:
+    if adapter is None:
         return output
-    first, second = zip(*(adapter.weights() for adapter in adapters), strict=True)
-    hidden = _GroupedLinear.apply(adapters[0].dropped(rows), ends, tail, *first)
-    return output + _GroupedLinear.apply(hidden * adapters[0].settings.scale, ends, tail, *second)
+    first, second = (each.flip(0) if is_reversed else each for each in adapter.weights())
+    hidden = _GroupedLinear.apply(adapter.dropped(rows), ends, tail, first)
+    return output + _GroupedLinear.apply(hidden * adapter.settings.scale, ends, tail, second)
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Multiplies the rows of each group with the group's own weight; biases there are none.
+    """Multiplies the rows of each group with the group's own weight, of one tensor or one of its
+    own; biases there are none.
 
     Where weights must be copied together, the backward does it again, so that it keeps no copies.
     Frozen weights need no rows in the backward, which are not kept. The grouped GEMM leaves rows of
@@ -188,13 +195,16 @@ class _GroupedLinear(torch.autograd.Function):
             of_rows = F.grouped_mm(grad, _together(weights), offs=ends)
             of_rows = of_rows if tail is None else of_rows.masked_fill_(tail, 0)
         if any(ctx.needs_input_grad[3:]):
-            of_weights = F.grouped_mm(grad.t(), rows, offs=ends).unbind()
+            of_weights = F.grouped_mm(grad.t(), rows, offs=ends)
+            of_weights = [of_weights] if weights[0].ndim == 3 else of_weights.unbind()
         return of_rows, None, None, *of_weights
 
 
 def _together(weights: Sequence[Tensor]) -> Tensor:
     """Return weights as one tensor ``[experts, …]``: a view, where they lie at equal distances in
-    one buffer in this order; else a copy."""
+    one buffer in this order; else a copy. A single tensor with this axis stays as it is."""
+    if weights[0].ndim == 3:
+        return weights[0]
     first, places = weights[0], [weight.data_ptr() for weight in weights]
     steps = {after - before for before, after in itertools.pairwise(places)} or {first.nbytes}
     step = steps.pop()

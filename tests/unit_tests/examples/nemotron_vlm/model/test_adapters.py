@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from examples.mimo.common.errors import UserError
 from megatron.core.dist_checkpointing.safe_loading import SafeReader
-from megatron.core.transformer.lora import Adapter, has_adapter, is_adapter, merged
+from megatron.core.transformer.lora import Adapter, is_adapter, merged
 from tests.unit_tests.examples.nemotron_vlm.loop.models import FULL
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import ALLGATHER
 from tests.unit_tests.examples.nemotron_vlm.runs import SMALL, Trainer, trainer
@@ -38,10 +38,28 @@ def gradients(run: Trainer) -> dict[str, torch.Tensor]:
     }
 
 
-def adapted_names(run: Trainer) -> dict[str, Adapter]:
-    """The adapters by the names of their layers."""
-    layers = run.stages[0].named_modules()
-    return {name: layer.adapter for name, layer in layers if has_adapter(layer)}
+def adapters_of(run: Trainer) -> dict[str, Adapter]:
+    """The adapters by their names."""
+    modules = run.stages[0].named_modules()
+    return {name: module for name, module in modules if isinstance(module, Adapter)}
+
+
+def places(name: str, adapter: Adapter) -> dict[str, int]:
+    """The layers that an adapter belongs to, and their places in its matrices."""
+    if not adapter.is_expert:
+        return {name.removesuffix(".adapter"): ...}
+    experts, layer = name.split(".adapters.")
+    count = len(adapter.linear_in.weight)
+    return {f"{experts}.local_experts.{number}.{layer}": number for number in range(count)}
+
+
+def matrices(run: Trainer, held: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, ...]]:
+    """What tensors have for A and B, by the name of the adapted layer."""
+    return {
+        layer: tuple(held[f"{name}.linear_{each}.weight"][place] for each in ("in", "out"))
+        for name, adapter in adapters_of(run).items()
+        for layer, place in places(name, adapter).items()
+    }
 
 
 @requires_world_size(1)
@@ -57,19 +75,17 @@ def adapted_names(run: Trainer) -> dict[str, Adapter]:
 def test_loss_and_all_gradients_are_those_of_merged_weights(options):
     """The gradients of B and A are s·G·Aᵀ and s·Bᵀ·G; G is the gradient of W + s·B·A."""
     with trainer(*CALM, *LORA, *options) as run:
-        held, layers = parameters(run), adapted_names(run)
-        assert {name.rpartition(".")[2] for name in layers} >= {"linear_qkv", "linear_fc2"}
+        held, adapters = parameters(run), adapters_of(run)
         with torch.no_grad():
-            for adapter in layers.values():
+            for adapter in adapters.values():
                 adapter.linear_out.weight.normal_(0, 0.05)
-        scale = next(iter(layers.values())).settings.scale
-        pairs = {
-            name: (each.linear_in.weight.clone(), each.linear_out.weight.clone())
-            for name, each in layers.items()
-        }
-        base = {name: p.clone() for name, p in held.items() if not is_adapter(name)}
-        found, loss = gradients(run), run.train_step
-        loss = run.loss
+        scale = next(iter(adapters.values())).settings.scale
+        copies = {name: parameter.detach().clone() for name, parameter in held.items()}
+        pairs = matrices(run, copies)
+        assert {name.rpartition(".")[2] for name in pairs} >= {"linear_qkv", "linear_fc2"}
+        base = {name: copy for name, copy in copies.items() if not is_adapter(name)}
+        found = gradients(run)
+        loss, found_pairs = run.loss, matrices(run, found)
         assert {*found} == {name for name in held if is_adapter(name)}
     plain = [word for word in options if word != "--lora-rs"]
     if "--lora-alpha" in plain:
@@ -84,12 +100,9 @@ def test_loss_and_all_gradients_are_those_of_merged_weights(options):
         assert loss == pytest.approx(run.loss, rel=1e-6)
     for layer, (first, second) in pairs.items():
         gradient = whole[f"{layer}.weight"]
-        for own, expected in (
-            ("in", scale * second.T @ gradient),
-            ("out", scale * gradient @ first.T),
-        ):
-            actual = found[f"{layer}.adapter.linear_{own}.weight"]
-            assert (actual - expected).norm() <= 3e-5 * expected.norm(), (layer, own)
+        right = scale * second.T @ gradient, scale * gradient @ first.T
+        for actual, expected in zip(found_pairs[layer], right, strict=True):
+            assert (actual - expected).norm() <= 3e-5 * expected.norm(), layer
             assert expected.any() or ".experts." in layer, layer
 
 
@@ -99,13 +112,14 @@ def test_a_step_at_full_rank_moves_weights_as_full_fine_tuning_does():
     step = (*CALM, "--lr", "1e-2", "--weight-decay", "0")
     full = ("--lora-dim", "256", "--lora-alpha", "256", *LORA[2:])
     with trainer(*step, *full) as run:
-        layers, held = adapted_names(run), parameters(run)
-        for adapter in layers.values():
-            torch.nn.init.eye_(adapter.linear_in.weight)
+        held = parameters(run)
+        for adapter in adapters_of(run).values():
+            first = adapter.linear_in.weight.detach()
+            first.copy_(torch.eye(*first.shape[-2:]))
             assert adapter.linear_in.in_features <= 256
-        before = {name: held[f"{name}.weight"].clone() for name in layers}
+        before = {name: held[f"{name}.weight"].clone() for name in matrices(run, held)}
         loss = run.train_step()["loss"]
-        pairs = {name: each.weights() for name, each in layers.items()}
+        pairs = matrices(run, parameters(run))
         moved = {name: merged(before[name], *pair, 1.0) for name, pair in pairs.items()}
     with trainer(*step) as run:
         assert run.train_step()["loss"] == loss
@@ -125,11 +139,13 @@ def test_dropout_is_of_the_adapters_input_in_training_alone():
         with trainer(*words, *options) as run:
             runs.append([run.train_step() for _ in range(2)])
             run.stages[0].eval()
-            for adapter in adapted_names(run).values():
-                first, second = adapter.weights()
-                rows = torch.randn(3, first.shape[1])
-                expected = rows @ first.T @ second.T * adapter.settings.scale
-                torch.testing.assert_close(adapter(rows), expected)
+            for adapter in adapters_of(run).values():
+                rows = torch.randn(3, adapter.linear_in.in_features)
+                assert adapter.dropped(rows) is rows
+                if not adapter.is_expert:
+                    first, second = adapter.weights()
+                    expected = rows @ first.T @ second.T * adapter.settings.scale
+                    torch.testing.assert_close(adapter(rows), expected)
     dropped, recomputed, whole = runs
     assert dropped == recomputed
     assert dropped[0]["loss"] == whole[0]["loss"]
@@ -144,7 +160,7 @@ def test_dropout_is_of_the_adapters_input_in_training_alone():
 def test_ranks_drop_alike_only_what_they_hold_alike(encoder, language):
     layout = (*SMALL, "--encoder", encoder, "--language", language, "--lora-dropout", "0.5")
     with trainer(*LORA, *layout) as run:
-        for name, adapter in adapted_names(run).items():
+        for name, adapter in adapters_of(run).items():
             rows = adapter.dropped(torch.ones(16, adapter.linear_in.in_features))
             assert {*rows.unique().tolist()} == {0.0, 2.0}
             everywhere = [torch.empty_like(rows) for _ in range(4)]
