@@ -8,15 +8,19 @@ With ``--shared`` two ranks take turns on one GPU, where each of their collectiv
 more: choose cases by pytest's ``-k``.
 
 Lanes run at the same time, the stages of a lane one after the other. The exit code is 0 if every
-case of every stage has passed; a case that failed, was skipped or never ended is named.
+case of every stage has passed; a case that failed, was skipped or never ended is named. A signal
+ends the stages, and the cases until then are still written.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -138,6 +142,8 @@ def main(arguments: list[str]) -> int:
     if lack := lacking(LIBRARIES):
         print(f"error: {sys.executable} cannot import {lack}", file=sys.stderr)
         return 2
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="one-rank-runs-") as shared:
         ranks = 2 if own.shared else gpus
@@ -205,6 +211,8 @@ def _run(lane: list[Stage], arguments: list[str], gpus: int, shared: dict[str, s
         }
         folder = Path(shared["ONE_RANK_RUNS"])
         record, log = folder / f"{stage.name}.jsonl", folder / f"{stage.name}.log"
+        if ending.is_set():
+            break
         with log.open("w") as file:
             code = _ended(stage.command(record, arguments), environment, file)
         cases = _cases(stage, record, code)
@@ -214,6 +222,20 @@ def _run(lane: list[Stage], arguments: list[str], gpus: int, shared: dict[str, s
         else:
             print(f"===== {stage.name}: {len(cases)} passed", flush=True)
     return found
+
+
+ending = threading.Event()
+"""Set by a signal."""
+
+running: set[int] = set()
+"""Process groups of the stages under way."""
+
+
+def _end(*_) -> None:
+    ending.set()
+    for group in tuple(running):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
 
 def _ended(command: list[str], environment: dict[str, str], output) -> int:
@@ -226,11 +248,14 @@ def _ended(command: list[str], environment: dict[str, str], output) -> int:
         stderr=output,
         start_new_session=True,
     )
+    running.add(process.pid)
     try:
         return process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
+        os.killpg(process.pid, signal.SIGKILL)
         return -1
+    finally:
+        running.discard(process.pid)
 
 
 def _cases(stage: Stage, record: Path, code: int) -> list[dict]:
