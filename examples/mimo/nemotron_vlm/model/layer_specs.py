@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.padded_flash_attention import packed_attention, wide_heads
+from megatron.core.transformer.padded_flash_attention import packed_attention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 
@@ -63,7 +63,6 @@ def _transformer_engine(has_flash4: bool, has_own_experts: bool) -> LayerSpecs:
         get_vit_layer_with_transformer_engine_spec,
     )
     from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet
-    from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.moe.grouped_experts import with_grouped_experts
     from megatron.core.transformer.moe.layout_free_router import with_layout_free_router
@@ -78,22 +77,15 @@ def _transformer_engine(has_flash4: bool, has_own_experts: bool) -> LayerSpecs:
         """Has no parameters, so checkpoints do not depend on it."""
 
         def forward(self, query, key, value, *_, packed_seq_params, **__):
-            packed, channels = packed_seq_params, self.config.kv_channels
+            packed = packed_seq_params
             bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-            return packed_attention(query, key, value, channels, bounds, longest).flatten(1)
-
-    class WideSelfAttention(SelfAttention):
-        """Has heads of the width that PackedFlashAttention takes."""
-
-        def get_query_key_value_tensors(self, hidden_states, *_, **__):
-            mixed, _ = self.linear_qkv(hidden_states)
-            return wide_heads(mixed, self.hidden_size_per_attention_head)
+            return packed_attention(query, key, value, bounds, longest).flatten(1)
 
     vit = get_vit_layer_with_transformer_engine_spec()
     attention = vit.submodules.self_attention
     if has_flash4:
         parts = replace(attention.submodules, core_attention=PackedFlashAttention)
-        attention = replace(attention, module=WideSelfAttention, submodules=parts)
+        attention = replace(attention, submodules=parts)
     mlp = MLPSubmodules(linear_fc1=BiasInGemm, linear_fc2=TERowParallelLinear)
     layers = hybrid_stack_spec.submodules
     gdn = layers.gdn_layer

@@ -8,13 +8,11 @@ warning. Zeros fill heads up to such a multiple here: they change neither scores
 """
 
 import warnings
+from functools import partial
 from importlib.util import find_spec
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-from megatron.core.jit import jit_fuser
 
 WIDTH = 32
 """Heads are padded to a multiple of so many channels."""
@@ -33,17 +31,17 @@ def is_installed() -> bool:
     return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
 
 
-class _WideHeads(torch.autograd.Function):
-    """See `wide_heads`."""
+class _Padded(torch.autograd.Function):
+    """Fill heads up with zeros."""
 
     @staticmethod
-    def forward(ctx, mixed: Tensor, channels: int) -> tuple[Tensor, ...]:
-        ctx.channels = channels
-        return _split(mixed, channels, channels + -channels % WIDTH).unbind(-2)
+    def forward(ctx, heads: Tensor, width: int) -> Tensor:
+        ctx.channels = heads.size(-1)
+        return _filled(heads, width)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:
-        return _joined(*grads, ctx.channels), None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[..., : ctx.channels], None
 
 
 class _Cut(torch.autograd.Function):
@@ -59,42 +57,20 @@ class _Cut(torch.autograd.Function):
         return _filled(grad, ctx.width), None
 
 
-@jit_fuser
 def _filled(heads: Tensor, width: int) -> Tensor:
-    return F.pad(heads, (0, width - heads.size(-1)))
-
-
-@jit_fuser
-def _split(mixed: Tensor, channels: int, width: int) -> Tensor:
-    return F.pad(mixed.unflatten(-1, (-1, 3, channels)), (0, width - channels))
-
-
-@jit_fuser
-def _joined(query: Tensor, key: Tensor, value: Tensor, channels: int) -> Tensor:
-    return torch.stack((query, key, value), -2)[..., :channels].flatten(-3)
-
-
-def wide_heads(mixed: Tensor, channels: int) -> tuple[Tensor, ...]:
-    """Split the output of Megatron's ``linear_qkv`` into heads of a width that `packed_attention`
-    computes right.
-
-    Args:
-        mixed: [..., heads · 3 · channels]; each head has its query, key and value.
-
-    Returns:
-        Queries, keys and values, [..., heads, width].
-    """
-    return _WideHeads.apply(mixed, channels)
+    filled = heads.new_empty(*heads.shape[:-1], width)
+    filled[..., : heads.size(-1)] = heads
+    filled[..., heads.size(-1) :] = 0
+    return filled
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, channels: int, bounds: Tensor, longest: int
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int
 ) -> Tensor:
     """Let the tokens of each packed sequence attend to all tokens of the same one.
 
     Args:
-        query, key, value: of `wide_heads`, [tokens, heads, width], in 16 bits.
-        channels: of a head, without the zeros.
+        query, key, value: [tokens, heads, channels], in 16 bits.
         bounds: int32 [sequences + 1], where each sequence begins, and the end of the last.
         longest: tokens of the longest sequence.
 
@@ -103,10 +79,13 @@ def packed_attention(
     """
     from flash_attn.cute import flash_attn_varlen_func  # starts a compiler
 
+    channels = query.size(-1)
+    width = -(-channels // WIDTH) * WIDTH
+    heads = (_Padded.apply(each, width) for each in (query, key, value))
     packed = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
     bound = max(longest, SEVERAL_BLOCKS)
     packed |= {"max_seqlen_q": bound, "max_seqlen_k": bound}
-    attended, _ = flash_attn_varlen_func(query, key, value, softmax_scale=channels**-0.5, **packed)
+    attended, _ = flash_attn_varlen_func(*heads, softmax_scale=channels**-0.5, **packed)
     return _Cut.apply(attended, channels)
 
 
@@ -117,35 +96,30 @@ def check_kernel(heads: int, channels: int, dtype: torch.dtype) -> None:
         ValueError: an error is too large; the message has it.
     """
     generator = torch.Generator("cuda").manual_seed(0)
-    shape = (sum(LENGTHS), heads, 4, channels)
+    shape = (4, sum(LENGTHS), heads, channels)
     drawn = torch.randn(shape, generator=generator, device="cuda").to(dtype)
     bounds = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
-    mixed, grad = drawn[:, :, :3], drawn[:, :, 3]
-
-    def attention(mixed: Tensor) -> Tensor:
-        wide = wide_heads(mixed.flatten(1), channels)
-        return packed_attention(*wide, channels, bounds, max(LENGTHS))
-
+    *inputs, grad = drawn.unbind()
     with warnings.catch_warnings():  # the compiler's own, of arguments that it leaves out
         warnings.simplefilter("ignore")
-        found = _with_gradients(attention, mixed, grad)
-    right = _with_gradients(_exact, mixed.double(), grad.double())
+        attention = partial(packed_attention, bounds=bounds, longest=max(LENGTHS))
+        found = _with_gradients(attention, inputs, grad)
+    right = _with_gradients(_exact, [each.double() for each in inputs], grad.double())
     for name, one, other in zip(("output", "dq", "dk", "dv"), found, right, strict=True):
         error = float((one.double() - other).norm() / other.norm())
         if not error <= NEAR:
             raise ValueError(f"flash-attn-4 is wrong here: the error of {name} is {error:.2g}")
 
 
-def _with_gradients(attention, mixed: Tensor, grad: Tensor) -> list[Tensor]:
-    mixed = mixed.detach().requires_grad_()
-    output = attention(mixed)
-    (of_mixed,) = torch.autograd.grad(output, mixed, grad)
-    return [output.detach(), *of_mixed.unbind(-2)]
+def _with_gradients(attention, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
+    inputs = [each.detach().requires_grad_() for each in inputs]
+    output = attention(*inputs)
+    return [output.detach(), *torch.autograd.grad(output, inputs, grad)]
 
 
-def _exact(mixed: Tensor) -> Tensor:
+def _exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     parts = []
-    for query, key, value in (each.unbind(-2) for each in mixed.split(LENGTHS)):
-        scores = torch.einsum("qhc,khc->hqk", query, key) * query.size(-1) ** -0.5
-        parts.append(torch.einsum("hqk,khc->qhc", scores.softmax(-1), value))
+    for q, k, v in zip(*(each.split(LENGTHS) for each in (query, key, value)), strict=True):
+        scores = torch.einsum("qhc,khc->hqk", q, k) * q.size(-1) ** -0.5
+        parts.append(torch.einsum("hqk,khc->qhc", scores.softmax(-1), v))
     return torch.cat(parts)
