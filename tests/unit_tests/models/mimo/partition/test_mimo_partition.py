@@ -1,8 +1,10 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""How a batch is cut over CP and sequence-parallel ranks; every rank is played by one process."""
+"""Lengths, groups and tokens of batches that are cut over CP and sequence-parallel ranks.
 
-from dataclasses import dataclass
+That each rank gets its own tokens, and no padding counts, is in test_mimo_upstream_schedule.py.
+"""
+
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +13,11 @@ import torch
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.mimo.partition.adapter import PartitionAdapter, PartitionConfig
 from megatron.core.models.mimo.partition.language_batch import (
-    padding_arguments,
     partition_groups,
     token_arguments,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.token_layout import PaddedLengths, zigzag_owners
-from tests.unit_tests.test_utilities import Utils
 
 ROW = (5, 7, 1, 13)
 """Lengths of packed samples: none fits any CP size."""
@@ -40,92 +40,12 @@ def packed(samples: tuple[int, ...], **more) -> PackedSeqParams:
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, **more)
 
 
-@dataclass
-class Batch:
-    """Tensors whose values say which token of which row they belong to."""
-
-    rows: int
-    tokens: int
-
-    def __post_init__(self):
-        labels = 1 + torch.arange(self.rows * self.tokens).view(self.rows, self.tokens)
-        self.labels = labels
-        self.loss_mask = torch.ones(self.rows, self.tokens)
-        self.embeddings = labels.t()[..., None] * torch.tensor([1.0, -1.0])
-
-    def shards(self, cp: int, tp: int, samples=None) -> list[tuple]:
-        """Return what each rank of cp × tp receives, TP ranks fastest."""
-        return [
-            adapter_of(cp, tp, cp_rank, tp_rank).shard(
-                self.embeddings,
-                self.labels,
-                self.loss_mask,
-                packed(samples) if samples else None,
-            )
-            for cp_rank in range(cp)
-            for tp_rank in range(tp)
-        ]
-
-
-BATCHES = [
-    pytest.param(Batch(3, 32), None, id="even"),
-    pytest.param(Batch(2, 13), None, id="odd"),
-    pytest.param(Batch(1, 1), None, id="one-token"),
-    pytest.param(Batch(1, 26), ROW, id="packed"),
-    pytest.param(Batch(1, 9), (0, 4, 0, 5), id="packed-with-empty-samples"),
-]
-
-
-@pytest.fixture
-def default_group():
-    """Megatron splits along the sequence only where torch.distributed is up."""
-    Utils.initialize_distributed()
-
-
-sizes = pytest.mark.parametrize(
-    ("cp", "tp"), [(cp, tp) for cp in (1, 2, 4) for tp in (1, 2) if cp * tp > 1]
-)
-batches = pytest.mark.parametrize(("batch", "samples"), BATCHES)
-
-
-@pytest.mark.usefixtures("default_group")
-@sizes
-@batches
-class TestEveryTokenHasOnePlace:
-    def test_gathered_shards_give_back_the_batch_and_else_padding(self, batch, samples, cp, tp):
-        """All tensors of a rank hold the same tokens."""
-        shards, adapter = batch.shards(cp, tp, samples), adapter_of(cp, tp)
-        lengths = adapter.lengths(batch.tokens, packed(samples) if samples else None)
-        whole = torch.cat([embeddings for embeddings, *_ in shards])
-        whole = whole[adapter.token_layout(lengths).places]
-        assert torch.equal(whole[lengths.valid], batch.embeddings)
-        assert not whole[~lengths.valid].any()
-        for first in range(0, cp * tp, tp):
-            parts = shards[first : first + tp]
-            embeddings = torch.cat([part[0] for part in parts])
-            for _, labels, loss_mask, _ in parts:
-                assert torch.equal(embeddings[..., 0].t(), labels.float())
-                assert torch.equal(loss_mask, (labels > 0).float())
-
-    def test_owners_and_padding_mask_are_those_of_the_shards(self, batch, samples, cp, tp):
-        params = packed(samples) if samples else None
-        lengths = adapter_of(cp, tp).lengths(batch.tokens, params)
-        owners = zigzag_owners(lengths, cp)
-        for index, (embeddings, labels, *_) in enumerate(batch.shards(cp, tp, samples)):
-            place = divmod(index, tp)
-            mine = batch.labels[0][owners == place[0]].tolist()
-            assert mine == sorted(filter(None, labels[0].tolist()))
-            found = padding_arguments(batch.labels, adapter_of(cp, tp, *place), params)
-            is_padding = embeddings[..., 0].t() == 0
-            assert torch.equal(found.get("padding_mask", torch.zeros_like(is_padding)), is_padding)
-            assert bool(found) == (lengths.real != lengths.padded)
-
-
-@pytest.mark.usefixtures("default_group")
 class TestPackedParameters:
     def test_real_boundaries_are_told_from_padded_ones(self):
         """They are on a stage that has no tensor, too."""
-        params = Batch(1, 26).shards(2, 2, ROW)[0][3]
+        *_, params = adapter_of(2, 2).shard(
+            None, torch.zeros(1, 26), torch.ones(1, 26), packed(ROW)
+        )
         assert params.cu_seqlens_q.tolist() == [0, 5, 12, 13, 26]
         assert params.cu_seqlens_q_padded.tolist() == [0, 8, 16, 20, 40]
         assert params.seq_idx.tolist() == [[0] * 8 + [1] * 8 + [2] * 4 + [3] * 20]
@@ -144,9 +64,8 @@ class TestPackedParameters:
 
 class TestRefusals:
     def test_padding_without_a_loss_mask(self):
-        batch = Batch(1, 5)
         with pytest.raises(ValueError, match=r"of \(5,\) tokens are padded to \(8,\).*loss_mask"):
-            adapter_of(4, 1).shard(batch.embeddings, batch.labels, None)
+            adapter_of(4, 1).shard(None, torch.zeros(1, 5), None)
 
     @pytest.mark.parametrize(
         ("options", "tokens", "samples", "message"),

@@ -56,6 +56,7 @@ def prepare_for_means(stages, *arguments) -> None:
     ("encoder", "language", "length", "model", "per_token"),
     [
         pytest.param("tp=4,dp=1", "cp=2,pp=2,dp=1", 15, (), True, id="padded-cp-pp"),
+        pytest.param("tp=4,dp=1", "tp=2,cp=2,dp=1", 15, (), True, id="padded-tp-cp"),
         pytest.param("tp=2,dp=2", "cp=2,dp=2", 15, GATED, True, id="padded-contiguous-cp"),
         pytest.param("tp=2,dp=2", "tp=2,dp=2", 16, (), False, id="mean-of-the-ranks-means"),
     ],
