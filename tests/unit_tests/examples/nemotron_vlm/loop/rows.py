@@ -106,14 +106,8 @@ ON_CPUS = {
         Row(8, "own defaults", "pp=2,dp=2", "tp=2,dp=2,ep=4,etp=1", APART),
         Row(4, "24 samples", "tp=1,dp=1", "dp=3,ep=1", APART),
     ],
-    "every kind with every other": [
+    "largest sizes": [  # drawn rows have the others
         Row(8, "tiny", "tp=1,dp=8", "tp=2,cp=2,pp=2,dp=1,ep=4,etp=1,vpp=2"),
-        Row(8, "tiny", "tp=1,dp=8", "dp=8,ep=4,etp=2", microbatches=1),
-        Row(8, "tiny", "tp=2,dp=4", "cp=2,pp=4,dp=1,ep=2"),
-        Row(8, "tiny", "tp=4,dp=2", "tp=4,cp=2,dp=1", microbatches=1),
-        Row(8, "tiny", "tp=8,dp=1", "tp=2,pp=2,dp=2,ep=4,etp=1,vpp=2"),
-        Row(8, "tiny", "tp=8,dp=1", "cp=2,pp=2,dp=2,ep=2,etp=2,vpp=2"),
-        Row(8, "tiny", "tp=8,dp=1", "tp=2,cp=2,dp=2,ep=8,etp=1", microbatches=1),
         Row(8, "tiny", "tp=8,dp=1", "cp=8,dp=1,ep=8", microbatches=1),
     ],
     "experts": [

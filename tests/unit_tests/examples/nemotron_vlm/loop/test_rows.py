@@ -2,14 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows on CPU ranks: losses and gradient norms are one rank's, or weights after a step are."""
 
-import itertools
 import os
 from unittest import mock
 
 import pytest
 import torch
 
-from examples.mimo.common.layout import Layout, parse_layout
 from megatron.core.distributed import param_and_grad_buffer
 from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import APART, ON_CPUS, WEIGHTS, Row
@@ -70,28 +68,3 @@ def test_trajectory_is_one_ranks_bit_for_bit(row, deterministic):
 @pytest.mark.parametrize("row", parameters(WEIGHTS))
 def test_weights_after_a_step_are_the_references(row):
     check_weights(row)
-
-
-KINDS = {"tp", "cp", "pp", "vpp", "ep", "etp", "fan-in", "fan-out"}
-
-
-def kinds(encoder: Layout, language: Layout) -> set[str]:
-    """Kinds of parallelism in a pair of layouts; ``etp`` is one if it differs from ``tp``."""
-    has = {axis: getattr(language, axis) > 1 for axis in ("tp", "cp", "pp", "vpp", "ep")}
-    has["etp"] = language.etp not in (0, language.tp)
-    has["fan-in"], has["fan-out"] = encoder.dp > language.dp, encoder.dp < language.dp
-    return {kind for kind, found in has.items() if found}
-
-
-def test_the_rows_cover_every_triple_of_kinds_and_every_size():
-    layouts = [
-        (parse_layout(row.encoder, "encoder"), parse_layout(row.language, "language"))
-        for row in ON_CPUS["every kind with every other"]
-    ]
-    found = [kinds(*pair) for pair in layouts]
-    wanted = {frozenset(triple) for triple in itertools.combinations(KINDS, 3)}
-    wanted = {triple for triple in wanted if not {"fan-in", "fan-out"} <= triple}
-    assert not [sorted(group) for group in wanted if not any(group <= f for f in found)]
-    assert {encoder.tp for encoder, _ in layouts} == {1, 2, 4, 8}
-    for axis, sizes in {"tp": 4, "cp": 8, "pp": 4, "ep": 8}.items():
-        assert {getattr(language, axis) for _, language in layouts} >= {1, 2, sizes}
