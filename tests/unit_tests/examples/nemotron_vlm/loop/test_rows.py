@@ -8,9 +8,18 @@ from unittest import mock
 import pytest
 import torch
 
+from examples.mimo.nemotron_vlm.model.encoders.stage import EncoderStage
 from megatron.core.distributed import param_and_grad_buffer
 from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS
-from tests.unit_tests.examples.nemotron_vlm.loop.rows import APART, ON_CPUS, WEIGHTS, Row
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
+    APART,
+    FLAT,
+    ON_CPUS,
+    OVERLAP,
+    PIPELINE,
+    WEIGHTS,
+    Row,
+)
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import check, with_one_ranks
 from tests.unit_tests.examples.nemotron_vlm.runs import OWN_DEFAULTS
 from tests.unit_tests.models.mimo.one_step import check_weights
@@ -47,6 +56,16 @@ def parameters(groups: dict[str, list[Row]]) -> list:
 @pytest.mark.parametrize("row", parameters(ON_CPUS))
 def test_trajectory_is_one_ranks(row, shared_path, record_property):
     check(row, record_property, saved=shared_path)
+
+
+@requires_world_size(4)
+@pytest.mark.parametrize("language", [PIPELINE, FLAT])
+def test_encoders_that_some_ranks_do_not_run_reduce_after_the_backward(
+    language, monkeypatch, record_property
+):
+    monkeypatch.setattr(EncoderStage, "runs_on_every_rank", False)
+    encoders = "images:tp=2,dp=2 sound:dp=4"
+    check(Row(4, "sound and images", encoders, language, OVERLAP), record_property)
 
 
 @pytest.fixture
