@@ -14,7 +14,6 @@ from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.parallel_state import RankGenerator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.process_groups_from_grid import EXPERT_FIELDS, SAME_GROUPS, groups_from_grid
-from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 ALWAYS_NONE = {"hcp", "inter_dist_opt", "dp_cp_ag", "expt_dp_ag", "gtp_remat", "expt_gtp_remat"}
 ALL_FIELDS = {f.name for f in fields(ProcessGroupCollection)}
@@ -128,20 +127,10 @@ class TestFields:
                 assert set(groups) == ALL_FIELDS
                 absent = {name for name, group in groups.items() if group is None}
                 assert absent - {"embd", "pos_embd"} == ALWAYS_NONE
-
-    @pytest.mark.parametrize(
-        "rank, pp, embd, pos_embd",
-        [
-            (0, 4, [0, 6], [0]),
-            (2, 4, None, None),
-            (4, 4, None, None),
-            (6, 4, [0, 6], None),
-            (1, 1, [1], [1]),
-        ],
-    )
-    def test_embedding_groups_hold_the_first_and_last_stage(self, rank, pp, embd, pos_embd):
-        groups = fields_of(rank, tp=2, pp=pp)
-        assert (groups["embd"], groups["pos_embd"]) == (embd, pos_embd)
+                first, last = groups["pp"][0], groups["pp"][-1]
+                ends = sorted({first, last})
+                assert groups["embd"] == (ends if rank in ends else None)
+                assert groups["pos_embd"] == ([first] if rank == first else None)
 
     def test_expert_fields_are_none_without_an_expert_view(self):
         groups = fields_of(0, tp=2, dp=2)
@@ -205,14 +194,3 @@ class TestGroupCount:
 def test_dims_that_a_module_cannot_have_are_refused(sizes, dims, message):
     with pytest.raises(ValueError, match=message):
         groups_from_grid(HyperCommGrid(sizes, dims))
-
-
-@requires_world_size(8)
-def test_real_groups_hold_the_ranks_of_the_grid():
-    Utils.initialize_distributed()
-    grid = make_grid(tp=2, dp=2, pp=2, expert=[1, 4, 1])
-    pgs = ProcessGroupCollection.from_hyper_comm_grid(grid)
-    for name, ranks in fields_of(Utils.rank, tp=2, dp=2, pp=2, expert=[1, 4, 1]).items():
-        group = getattr(pgs, name)
-        assert (group and dist.get_process_group_ranks(group)) == ranks, name
-    grid.destroy()
