@@ -5,8 +5,7 @@
 from collections.abc import Callable
 
 import torch.distributed as dist
-
-from megatron.core.dist_checkpointing.first_rank import RAISED
+from torch.distributed.checkpoint.api import CheckpointException
 
 
 def on_all_ranks(function: Callable[[], object]) -> tuple[list, list[str]]:
@@ -14,7 +13,7 @@ def on_all_ranks(function: Callable[[], object]) -> tuple[list, list[str]]:
     result, error = None, None
     try:
         result = function()
-    except RAISED as raised:  # whatever is in a damaged file
+    except (Exception, CheckpointException, SystemExit) as raised:  # of whatever is in a file
         error = f"rank {dist.get_rank()}: {one_line(raised)}"
     everywhere: list = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (result, error))
