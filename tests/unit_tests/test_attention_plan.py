@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of attention under CP: which tokens each query sees."""
 
+from itertools import accumulate
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,10 +34,10 @@ def test_every_query_sees_its_sample_up_to_itself_or_whole(lengths, cp_size, is_
 
 
 def key_runs(plan):
-    """Key tokens of each block, as the variable-length kernel finds them."""
-    if not plan.blocks:
-        return []
-    bounds = plan.cu_keys.tolist()
-    assert plan.cu_queries.diff().tolist() == [block.queries for block in plan.blocks]
-    tokens = plan.key_tokens.tolist()
-    return [tokens[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    """Key tokens of each block."""
+    starts = accumulate(plan.lengths.padded, initial=0)
+    return [
+        [*range(start, start + block.keys)]
+        for start, sample in zip(starts, plan.samples, strict=False)  # the last start is the end
+        for block in sample
+    ]

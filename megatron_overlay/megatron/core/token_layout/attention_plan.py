@@ -6,12 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from megatron.core.token_layout.device_copy import copied_to
 from megatron.core.token_layout.layouts import TokenLayout, check_zigzag_lengths, zigzag_layout
 from megatron.core.token_layout.padded_lengths import PaddedLengths
 
@@ -63,32 +61,6 @@ class AttentionPlan:
     def blocks(self) -> list[AttentionBlock]:
         """Blocks of all samples, in the order of the local queries."""
         return [block for sample in self.samples for block in sample]
-
-    @cached_property
-    def cu_queries(self) -> Tensor:
-        """Boundaries of the blocks' queries, int32 [blocks + 1]."""
-        return self._boundaries([block.queries for block in self.blocks])
-
-    @cached_property
-    def cu_keys(self) -> Tensor:
-        """Boundaries of the blocks' keys, laid end to end, int32 [blocks + 1]."""
-        return self._boundaries([block.keys for block in self.blocks])
-
-    @cached_property
-    def key_tokens(self) -> Tensor:
-        """Global tokens of the blocks' keys, laid end to end, int64 [cu_keys[-1]]."""
-        starts = accumulate(self.lengths.padded, initial=0)
-        # The last element of starts is the end of the last sample.
-        runs = [
-            torch.arange(start, start + block.keys)
-            for start, sample in zip(starts, self.samples, strict=False)
-            for block in sample
-        ]
-        return copied_to(self.device, torch.cat(runs))
-
-    def _boundaries(self, counts: list[int]) -> Tensor:
-        bounds = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-        return copied_to(self.device, bounds)
 
 
 @lru_cache(maxsize=64)

@@ -24,14 +24,6 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 _FULL = (AttnMaskType.no_mask, AttnMaskType.padding)
 
 
-# Mean length of samples, in tokens, up to which one kernel for the whole pack is faster than one
-# kernel per sample, with one CP rank. With more CP ranks it always is. Measured on an H200, forward
-# and backward of 32768 bf16 tokens, 32 heads, 2 groups, dim 128: time of one kernel per sample over
-# time of one kernel, for cp=1 and for rank 1 of cp=4: 256 samples 11 and 28; 64 samples 2.0 and
-# 7.8; 32 samples 1.1 and 4.8; 8 samples 0.7 and 1.2.
-_SHORT_SAMPLES = 1024
-
-
 class ContextParallelAttention(MegatronModule):
     """Drop-in core attention for Megatron's local ``SelfAttention`` specs.
 
@@ -131,11 +123,6 @@ class ContextParallelAttention(MegatronModule):
         if self.cp_size > 1:
             both = gather_tokens(torch.stack((key, value), dim=1), plan.layout, self.cp_group)
             key, value = both.unbind(1)
-        pack = len(lengths.padded) > 1 and (
-            self.cp_size > 1 or lengths.total <= _SHORT_SAMPLES * len(lengths.padded)
-        )
-        if pack and _has_varlen_kernel(query):
-            return self._attend_pack(query, key, value, plan)
         # One split per tensor: its backward is one concatenation, however many samples there are.
         keys, values = key.split(lengths.padded), value.split(lengths.padded)
         queries = iter(query.split([block.queries for block in plan.blocks]))
@@ -175,27 +162,6 @@ class ContextParallelAttention(MegatronModule):
         )
         return context.permute(2, 0, 1, 3)
 
-    def _attend_pack(
-        self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
-    ) -> Tensor:
-        """Attend in all blocks by one variable-length flash kernel, ``[tokens, 1, heads, dim]``."""
-        # A key is in at most two blocks, so the sum of its gradients has only one order.
-        key, value = (x.squeeze(1).index_select(0, plan.key_tokens) for x in (key, value))
-        context = torch.ops.aten._flash_attention_forward(
-            query.squeeze(1),
-            key,
-            value,
-            plan.cu_queries,
-            plan.cu_keys,
-            max(block.queries for block in plan.blocks),
-            max(block.keys for block in plan.blocks),
-            0.0,
-            plan.is_causal,
-            False,
-            scale=self.softmax_scale,
-        )[0]
-        return context.unsqueeze(1)
-
     @staticmethod
     def _is_causal(mask_type: AttnMaskType, attention_mask: Tensor | None) -> bool:
         if mask_type in _CAUSAL:
@@ -206,13 +172,3 @@ class ContextParallelAttention(MegatronModule):
             "ContextParallelAttention is causal, or full without an attention_mask; got "
             f"{mask_type} with attention_mask {'None' if attention_mask is None else 'given'}"
         )
-
-
-def _has_varlen_kernel(query: Tensor) -> bool:
-    """Return whether PyTorch's flash kernel takes tensors like ``query``."""
-    return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and query.size(-1) % 8 == 0
-        and query.size(-1) <= 256
-    )
