@@ -10,10 +10,7 @@ import math
 import pytest
 import torch
 
-from megatron.core.ssm.state_passing import scan_over_ranks
 from megatron.core.ssm.state_passing.mamba import states as mamba_states
-from megatron.core.token_layout import PaddedLengths
-from megatron.core.token_layout.recurrence_plan import plan_recurrence
 from tests.unit_tests.test_utilities import Utils
 
 HEADS, CHUNK = 3, 16
@@ -75,32 +72,6 @@ def test_a_chunk_that_forgets_all_leaves_the_others_exact():
     found, _, _ = mamba_states.leaving_state(states, decay, None)
     torch.testing.assert_close(found[:4], torch.full_like(found[:4], 1 + math.exp(-0.25)))
     assert found[4] == 0
-
-
-@pytest.mark.parametrize("is_zigzag", [False, True])
-@pytest.mark.parametrize("samples", [(24,), (8, 32, 8), (12, 12)])
-@pytest.mark.parametrize("cp_size", [2, 3])
-def test_a_state_goes_through_the_links_as_over_ranks(samples, cp_size, is_zigzag):
-    torch.manual_seed(1)
-    lengths = PaddedLengths(*2 * (tuple(cp_size * length for length in samples),))
-    for rank in range(cp_size):
-        plan = plan_recurrence(lengths, cp_size, rank, DEVICE, is_zigzag)
-        links = plan.shard_size // plan.link_size * 2
-        # Gathered states and decays are views of one tensor.
-        gathered = torch.rand(cp_size, links * HEADS * (800 + 1), device=DEVICE)
-        states, decays = gathered.split([links * HEADS * 800, links * HEADS], dim=1)
-        states = states.unflatten(1, (links, HEADS, 40, 20))
-        decays = decays.unflatten(1, (links, HEADS, 1, 1))
-        entering, after = scan_over_ranks.entering_state(states, decays, plan)
-        leaving = scan_over_ranks.leaving_gradient(states, after, plan)
-        decays = decays.clone()
-        for found, wanted in (
-            (mamba_states.entering_state(states, decays, plan), entering),
-            (mamba_states.leaving_gradient(states, decays, plan), leaving),
-        ):
-            assert (found is None) == (wanted is None)
-            if wanted is not None:
-                torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("chunk", [16, 24, 128])

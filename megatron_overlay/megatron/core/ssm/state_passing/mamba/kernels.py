@@ -40,7 +40,11 @@ from torch.autograd.function import once_differentiable
 from megatron.core.ssm.state_passing import kernel_conv
 from megatron.core.ssm.state_passing.mamba import states as mamba_states
 from megatron.core.ssm.state_passing.mamba.layer import Sizes, Weights
-from megatron.core.ssm.state_passing.scan_over_ranks import StateGather
+from megatron.core.ssm.state_passing.scan_over_ranks import (
+    StateGather,
+    entering_state,
+    leaving_gradient,
+)
 from megatron.core.token_layout.recurrence_plan import RecurrencePlan
 
 
@@ -87,11 +91,9 @@ class _Scan(torch.autograd.Function):
             both, *own = mamba_states.leaving_state(states, decay, seq_idx)
             coming = StateGather(both, [t.shape for t in own], group)
         scores = _bmm_chunk_fwd(C, B, sizes.chunk, seq_idx=seq_idx, output_dtype=torch.float32)
-        entering = crossed = None
+        entering = after = None
         if coming is not None:
-            every_state, every_decay = coming.wait()
-            entering = mamba_states.entering_state(every_state, every_decay, plan)
-            crossed = every_decay.clone()  # without the states, which need not outlive the forward
+            entering, after = entering_state(*coming.wait(), plan)
         states = _pass_states(states, decay, entering, seq_idx, sizes.chunk, C.dtype)
         z = z.unflatten(-1, (heads, -1))
         out, ungated = _chunk_scan_fwd(
@@ -99,7 +101,7 @@ class _Scan(torch.autograd.Function):
         )
         ctx.save_for_backward(
             projected, conv_weight, conv_bias, dt_bias, A, D, decay, steps, ungated, window, head,
-            entering, crossed,
+            entering, after,
         )  # fmt: skip
         ctx.sizes, ctx.plan, ctx.group = sizes, plan, group
         return out.flatten(-2)
@@ -109,7 +111,7 @@ class _Scan(torch.autograd.Function):
     def backward(ctx, grad):
         (
             projected, conv_weight, conv_bias, dt_bias, A, D, decay, steps, ungated, window, head,
-            entering, crossed,
+            entering, after,
         ) = ctx.saved_tensors  # fmt: skip
         sizes, plan, group, heads = ctx.sizes, ctx.plan, ctx.group, A.shape[0]
         seq_idx = plan.seq_idx
@@ -147,7 +149,7 @@ class _Scan(torch.autograd.Function):
         decay_grad = _chunk_scan_bwd_ddAcs_stable(x, steps, decay, grad, scores)
         leaving = None
         if coming is not None:
-            leaving = mamba_states.leaving_gradient(*coming.wait(), crossed, plan)
+            leaving = leaving_gradient(*coming.wait(), after, plan)
         states_grad, chunk_decay_grad, _, states = _state_passing_bwd(
             states.flatten(-2),
             decay[..., -1],

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels for the steps of a scan by chunks and links that ``mamba_ssm`` has no kernels for.
+"""Triton kernels for the steps of a scan by chunks that ``mamba_ssm`` has no kernels for.
 
 States of chunks are ``[B, c, H, P, N]``, contiguous; ``decay`` is the running sum of the log decay
 within each chunk, fp32 ``[B, H, c, Q]``. ``seq_idx`` is the sample of each token, int32 ``[1, S]``,
@@ -13,8 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from megatron.core.token_layout.recurrence_plan import RecurrencePlan
 
 BLOCK, CHUNKS = 512, 8
 """Numbers of state elements and of chunks that a program holds at once."""
@@ -53,28 +51,6 @@ def entering_gradient(grads: Tensor, decay: Tensor, seq_idx: Tensor | None) -> T
     return found
 
 
-def entering_state(states: Tensor, decays: Tensor, plan: RecurrencePlan) -> Tensor | None:
-    """The states that enter this rank's links, fp32 ``[B, H, P, N]``; None if none enters any.
-
-    Args:
-        states: state that each rank's links leave if zero enters, ``[cp, B, H, P, N]``, in any
-            order of the ranks' memory.
-        decays: their decay of an entering state, ``[cp, B, H, 1, 1]``.
-    """
-    return _through_links(states, decays, [*plan.links_before(), plan.own[-1]], plan)
-
-
-def leaving_gradient(grads: Tensor, decays: Tensor, plan: RecurrencePlan) -> Tensor | None:
-    """Gradient of the states that leave this rank's links; None if none enters another link.
-
-    Args:
-        grads: gradient of the states that enter each rank's links through these links' own outputs
-            alone, ``[cp, B, H, P, N]``.
-        decays: as for :func:`entering_state`.
-    """
-    return _through_links(grads, decays, [plan.own[0], *plan.links_after()][::-1], plan)
-
-
 def add_decay_gradients(grad: Tensor, after: Tensor, before: Tensor, of_chunk: Tensor) -> None:
     """Add the gradients of the log decay through the states to ``grad``, in place.
 
@@ -100,40 +76,6 @@ def _sum_chunks(states, decay, seq_idx, found, crossed) -> None:
         decay.stride(0), decay.stride(1), decay.stride(2), decay.stride(3),
         IS_PACKED=seq_idx is not None, IS_LEAVING=crossed is not None, CHUNKS=CHUNKS, BLOCK=BLOCK,
     )  # fmt: skip
-
-
-def _through_links(
-    states: Tensor, decays: Tensor, links: list[int], plan: RecurrencePlan
-) -> Tensor | None:
-    """Return what arrives at this rank's links from those before them in ``links``, if any do."""
-    if len(links) == 1:
-        return None
-    found = states.new_empty(states.shape[1:])
-    size, chains = found[0, 0].numel(), len(found) // plan.parts
-    _through_links_kernel[(triton.cdiv(size, BLOCK), found.shape[1], chains)](
-        states, decays, found, links[0], links[1] - links[0], len(links), plan.rank, plan.cp_size,
-        found.shape[1], size, states.stride(0), decays.stride(0), PARTS=plan.parts, BLOCK=BLOCK,
-    )  # fmt: skip
-    return found
-
-
-@triton.jit(do_not_specialize=["first", "step", "links", "rank"])
-def _through_links_kernel(
-    states, decays, found, first, step, links, rank, ranks, heads, size, state_rank, decay_rank,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Go through a chain's links, from the first by step, and store what arrives at this rank's."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    head, chain, inside = tl.program_id(1), tl.program_id(2), at < size
-    arriving = tl.zeros((BLOCK,), dtype=tl.float32)
-    for number in range(links):
-        link = first + number * step
-        holder = tl.where(link < ranks, link, 2 * ranks - 1 - link).to(tl.int64)
-        place = (chain * PARTS + tl.where(link < ranks, 0, 1)).to(tl.int64) * heads + head
-        if holder == rank:
-            tl.store(found + place * size + at, arriving, mask=inside)
-        own = tl.load(states + holder * state_rank + place * size + at, mask=inside, other=0.0)
-        arriving = tl.load(decays + holder * decay_rank + place) * arriving + own
 
 
 @triton.jit(do_not_specialize=["chunks", "tokens"])
