@@ -205,17 +205,6 @@ class TestProcessGroups:
         threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
         assert threads.count("gloo_tcp_loop\n") == 1
 
-    @requires_world_size(2)
-    def test_an_average_of_integers_truncates(self):
-        Utils.initialize_distributed()
-        x = torch.tensor([3, -3]) + torch.tensor([2, 0]) * Utils.rank
-        work = dist.all_reduce(x, op=dist.ReduceOp.AVG, async_op=True)
-        work.wait()
-        assert x.tolist() == [4, -3]
-        x = torch.tensor([3, -4]) * Utils.rank
-        dist.all_reduce(x, op=dist.ReduceOp.AVG)
-        assert x.tolist() == [1, -2]
-
     @requires_world_size(4)
     def test_a_group_may_be_left_as_soon_as_it_is_made(self):
         Utils.initialize_distributed()

@@ -101,32 +101,6 @@ def _barrier(original: Callable) -> Callable:
     return barrier
 
 
-class _DividedWork:
-    """Handle of an asynchronous sum; waiting for it turns the sum into an average."""
-
-    def __init__(self, work: Any, tensor: torch.Tensor, size: int):
-        self._work, self._tensor, self._size = work, tensor, size
-
-    def wait(self, *args) -> bool:
-        """Wait for the sum; the first call also divides it by the group's size, truncating."""
-        done = self._work.wait(*args)
-        self._tensor.div_(self._size, rounding_mode="trunc")
-        self._size = 1
-        return done
-
-
-def _all_reduce(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        if op != dist.ReduceOp.AVG or tensor.is_floating_point() or tensor.is_complex():
-            return original(tensor, op, group, async_op)
-        work = original(tensor, dist.ReduceOp.SUM, group, True)
-        work = _DividedWork(work, tensor, dist.get_world_size(group))
-        return work if async_op else work.wait() and None
-
-    return all_reduce
-
-
 def _all_to_all_single(original: Callable) -> Callable:
     def as_list(splits):
         return splits.tolist() if isinstance(splits, torch.Tensor) else splits
@@ -167,7 +141,6 @@ def replacements() -> list[Replacement]:
         "init_process_group": _init_process_group,
         "new_group": _new_group,
         "barrier": _barrier,
-        "all_reduce": _all_reduce,
         "all_gather": _all_gather,
         "all_to_all_single": _all_to_all_single,
     }
