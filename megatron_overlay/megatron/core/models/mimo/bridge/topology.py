@@ -104,22 +104,12 @@ class BridgeTopology:
 
 
 def bridge_topology(src_grid: HyperCommGrid, dest_grid: HyperCommGrid) -> BridgeTopology:
-    """Read both grids, and decide which source DP index encodes which samples.
+    """Read both grids, of the same ranks, and decide which source DP index encodes which samples.
 
     Raises:
-        ValueError: the grids span different ranks; a grid lacks ``tp`` or ``dp``, or has a dim
-            other than tp, cp, dp, pp with a size above 1; or the source has CP or PP.
+        ValueError: a grid has a dim other than tp, cp, dp, pp with a size above 1; or the source
+            has CP or PP.
     """
-    if src_grid.size != dest_grid.size:
-        raise ValueError(
-            "Grids must span same number of ranks, as colocated modules share them: the source "
-            f"has {src_grid.size}, the destination {dest_grid.size}"
-        )
-    if src_grid.rank_offset != dest_grid.rank_offset:
-        raise ValueError(
-            "Grids must have same rank offset, as colocated modules share their ranks: the source "
-            f"has {src_grid.rank_offset}, the destination {dest_grid.rank_offset}"
-        )
     src_sizes = _checked_sizes("source", src_grid)
     _checked_sizes("destination", dest_grid)
     for dim in ("pp", "cp"):
@@ -151,9 +141,6 @@ def atoms_of(index: int, dp: int, other_dp: int) -> range:
 
 def _checked_sizes(side: str, grid: HyperCommGrid) -> dict[str, int]:
     sizes = dict.fromkeys(DIMS, 1) | dict(zip(grid.dim_names, grid.shape, strict=True))
-    for dim in ("tp", "dp"):
-        if dim not in grid.dim_names:
-            raise ValueError(f"{side} grid must have '{dim}' dimension, got {grid.dim_names}")
     other = {dim: size for dim, size in sizes.items() if dim not in DIMS and size != 1}
     if other:
         raise ValueError(
