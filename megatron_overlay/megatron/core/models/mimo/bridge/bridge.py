@@ -165,18 +165,13 @@ class Bridge:
                 f"{-low:g} to {high:g}. Give the microbatches a batch_plan (a BatchPlan)"
             )
 
-    def begin(self, rows: Tensor, routes: tuple[Route, Route]) -> Moving:
-        """Start moving rows ``[rows, H]`` to the destination without waiting; not differentiable.
+    def begin(self, rows: Tensor, route: Route) -> Moving:
+        """Start moving rows ``[rows, H]``, or their gradient, without waiting; not differentiable.
 
         Collective over the ranks of a block, which all start their exchanges in one order.
         """
         with record_function(NAME):
-            return Moving(rows, routes[0], self.block_pg)
-
-    def begin_return(self, gradient: Tensor, routes: tuple[Route, Route]) -> Moving:
-        """Start moving the gradient ``[rows, H]`` of consumed rows back, as :meth:`begin` does."""
-        with record_function(NAME):
-            return Moving(gradient, routes[1], self.block_pg)
+            return Moving(rows, route, self.block_pg)
 
     def destroy(self) -> None:
         """Free the process groups that this bridge made; the grids keep theirs."""

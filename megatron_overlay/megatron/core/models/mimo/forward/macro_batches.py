@@ -56,7 +56,7 @@ class MacroBatch:
                 routes = bridge.plan_routes(len(rows), encoded, consumed, rows.device)
                 self._routes[name] = routes
             if self._routes[name] is not None:
-                self._moving[name] = bridge.begin(rows.detach(), routes)
+                self._moving[name] = bridge.begin(rows.detach(), routes[0])
 
     def receive(self) -> None:
         """Wait for the rows and give each microbatch its own, on the first stage.
@@ -86,8 +86,8 @@ class MacroBatch:
         encoders' backward, if they take gradients."""
         for name in self._made:
             if self._routes[name] is not None:
-                gradient, routes = self._grads.pop(name), self._routes[name]
-                self._moving[name] = self._bridge(name).begin_return(gradient, routes)
+                gradient, (_, back) = self._grads.pop(name), self._routes[name]
+                self._moving[name] = self._bridge(name).begin(gradient, back)
         arrived = {name: moving.finish() for name, moving in self._moving.items()}
         gradients = [arrived.get(name, self._grads.get(name)) for name in self._made]
         self._moving, self._grads = {}, {}
