@@ -57,16 +57,7 @@ class TokenLayout:
         """The layout under sequence parallelism: each shard cut into ``tp_size`` equal runs.
 
         Rows are in the order of a tp·cp group with tp fastest: row cp_rank · tp + tp_rank.
-
-        Raises:
-            ValueError: ``tp_size`` does not divide the shards.
         """
-        if self.shard_size % tp_size:
-            raise ValueError(
-                f"sequence parallelism over tp={tp_size} does not divide the {self.shard_size} "
-                f"tokens of a cp={self.cp_size} shard; pad them with "
-                f"pad_lengths(lengths, {self.cp_size}, {tp_size})"
-            )
         return replace(self, tokens=self.tokens.reshape(self.cp_size * tp_size, -1))
 
     def shard(self, tensor: Tensor, group_rank: int, dim: int = 0) -> Tensor:

@@ -90,10 +90,6 @@ class PaddedLengths:
 
     def pad(self, tensor: Tensor, dim: int = 0, value: float = 0) -> Tensor:
         """Insert padding ``value``: ``[..., sum(real), ...]`` to ``[..., total, ...]``."""
-        if tensor.size(dim) != sum(self.real):
-            raise ValueError(
-                f"expected {sum(self.real)} real tokens in dim {dim}, got {tensor.size(dim)}"
-            )
         shape = list(tensor.shape)
         shape[dim] = self.total
         real_tokens = copied_to(tensor.device, self.valid.nonzero().squeeze(1))

@@ -70,7 +70,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "tokens", "samples", "message"),
         [
-            ({}, 30, packed(ROW), "have 26 tokens, the sequence 30"),
+            ({}, 30, packed(ROW), "end at 26, which does not match the 30 tokens"),
             ({"tp_comm_overlap": True}, 32, None, "needs sequences of 64 tokens, found 32"),
         ],
     )

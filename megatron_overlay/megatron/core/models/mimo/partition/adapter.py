@@ -13,7 +13,13 @@ import torch
 from megatron.core.models.mimo.partition import utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
-from megatron.core.token_layout import PaddedLengths, TokenLayout, pad_lengths, zigzag_layout
+from megatron.core.token_layout import (
+    PaddedLengths,
+    TokenLayout,
+    lengths_of_batch,
+    pad_lengths,
+    zigzag_layout,
+)
 
 
 class PartitionConfig(utils.PartitionConfig):
@@ -59,13 +65,8 @@ class PartitionAdapter(utils.PartitionAdapter):
                 f"TP communication overlap needs sequences of {self.cfg.max_seq_len} tokens, "
                 f"found {seq_length}"
             )
-        samples = (seq_length,)
-        if _is_packed(packed_seq_params):
-            samples = PaddedLengths.of_packed(packed_seq_params).padded
-        if sum(samples) != seq_length:
-            raise ValueError(
-                f"the packed samples have {sum(samples)} tokens, the sequence {seq_length}"
-            )
+        packed = packed_seq_params if _is_packed(packed_seq_params) else None
+        samples = lengths_of_batch(packed, seq_length).padded
         return pad_lengths(samples, self.cfg.cp_size, self.cfg.sp_size)
 
     def token_layout(self, lengths: PaddedLengths) -> TokenLayout:
