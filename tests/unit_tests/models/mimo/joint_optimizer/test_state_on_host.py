@@ -243,21 +243,6 @@ def test_state_is_not_used_after_a_step_that_failed(engine, shared_path, monkeyp
         assert not run.train_step()["skipped"]
 
 
-@requires_world_size(1)
-def test_formats_of_one_layout_are_refused(engine):
-    engine(0.0)
-    with trainer(*OPTIONS) as run:
-        run.train_step()
-        model, before = run.stages[0].sharded_state_dict(), weights_of(run)
-        with pytest.raises(ValueError, match="images has state of format dp_reshardable"):
-            metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
-            run.optimizer.sharded_state_dict(model, metadata=metadata)
-        state = {"param_state": {}, "param_state_sharding_type": "dp_zero_gather_scatter"}
-        with pytest.raises(ValueError, match="images has state of format dp_zero_gather_scatter"):
-            run.optimizer.load_state_dict({"images": state, "language": state})
-        assert equal(weights_of(run), before)
-
-
 def test_masters_are_made_when_copied_to_the_host_or_another_process():
     """Not by what a writer does before: views, and a look at where they are."""
     masters = torch.randn(12)

@@ -23,9 +23,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 COMMON = ("param_groups", "param_state_sharding_type", "grad_scaler")
 """Fields of the state that are the same on all ranks of a module."""
 
-SHARDING, GATHERED = "distrib_optim_sharding_type", "fully_reshardable"
-"""Metadata key of the format's name, and the name of the format that fits every layout, for which
-Megatron gathers whole parameters."""
+SHARDING = "distrib_optim_sharding_type"
+"""Metadata key of the format's name."""
 
 OWN_OF_LAYOUT = ("params", "is_expert_parallel")
 """Fields of a parameter group that depend on the layout."""
@@ -49,13 +48,11 @@ def sharded_optimizer_state(
 ) -> dict:
     """Return the optimizer state of module ``name``, with its common part as sharded objects.
 
-    Raises:
-        ValueError: a format is asked for that only the same layout could load.
+    Whatever format the metadata names, the state is saved in the one that fits every layout.
     """
     metadata = kwargs.get("metadata") or {}
     distributed = [leaf for leaf in leaves(optimizer) if isinstance(leaf, DistributedOptimizer)]
     if distributed:
-        _check_format(name, metadata.get(SHARDING))
         kwargs["metadata"] = metadata | {SHARDING: MODEL_SPACE}
     for leaf in distributed:
         number_parameters(leaf)
@@ -72,14 +69,6 @@ def sharded_optimizer_state(
         key = f"optimizer.mimo.{name}.{field}"
         parts[0][0][_placeholder(field)] = ShardedObject(key, value, (1,), (0,), replica_id=replica)
     return state
-
-
-def _check_format(name: str, sharding: str | None) -> None:
-    if sharding not in (None, GATHERED, MODEL_SPACE):
-        raise ValueError(
-            f"the optimizer of {name} has state of format {sharding}, which does not fit every "
-            f"layout: save it as {GATHERED}"
-        )
 
 
 def leaves(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -133,8 +122,7 @@ def restore_common_state(
             rates; otherwise they have the same state, and a run may have more or fewer of them.
 
     Raises:
-        ValueError: the optimizer has a parameter group that the state lacks, or the state has a
-            format that does not fit every layout.
+        ValueError: the optimizer has a parameter group that the state lacks.
     """
     parts = _parts(state, optimizer)
     first = parts[0][0]
@@ -142,8 +130,7 @@ def restore_common_state(
     groups = found.pop("param_groups", None)
     for part, leaf in parts:
         part.update(deepcopy(found))
-        if sharding := part.get("param_state_sharding_type"):
-            _check_format(name, sharding)
+        if "param_state_sharding_type" in part:
             part["param_state_sharding_type"] = MODEL_SPACE  # files of both formats are the same
         if groups is not None:
             numbers, current = itertools.count(), leaf.optimizer.param_groups
