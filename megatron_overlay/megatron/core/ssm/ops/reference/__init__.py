@@ -10,7 +10,7 @@ kernels.
 from .causal_conv1d import causal_conv1d_fn
 from .chunked_scan import seq_idx_from_cu_seqlens
 from .gated_delta_rule import chunk_gated_delta_rule
-from .gated_rmsnorm import RMSNormGated, rms_norm_gated
+from .gated_rmsnorm import RMSNormGated
 from .ssd import mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined
 
 __all__ = [
@@ -19,6 +19,5 @@ __all__ = [
     "chunk_gated_delta_rule",
     "mamba_chunk_scan_combined",
     "mamba_split_conv1d_scan_combined",
-    "rms_norm_gated",
     "seq_idx_from_cu_seqlens",
 ]

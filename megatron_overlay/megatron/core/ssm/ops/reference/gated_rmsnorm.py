@@ -12,37 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def rms_norm_gated(
-    x: Tensor,
-    weight: Tensor,
-    z: Tensor | None = None,
-    eps: float = 1e-5,
-    group_size: int | None = None,
-    norm_before_gate: bool = True,
-) -> Tensor:
-    """Compute `rms(x) * weight * silu(z)`, or `rms(x * silu(z)) * weight` if the gate comes first.
+class RMSNormGated(torch.nn.Module):
+    """`rms(x) · weight · silu(z)`, or `rms(x · silu(z)) · weight` if the gate comes first.
 
     Args:
-        x, z: `[..., D]`. weight: `[D]`.
-        group_size: number of features normalised together, a divisor of D; None for all D.
-
-    Returns:
-        `[..., D]` in x's dtype; computed in fp32 or wider.
+        group_size: features normalised together, a divisor of `hidden_size`; None for all.
     """
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    y = x.to(dtype)
-    gate = None if z is None else F.silu(z.to(dtype))
-    if gate is not None and not norm_before_gate:
-        y = y * gate
-    size = group_size or y.shape[-1]
-    y = F.rms_norm(y.unflatten(-1, (-1, size)), [size], eps=eps).flatten(-2) * weight.to(dtype)
-    if gate is not None and norm_before_gate:
-        y = y * gate
-    return y.to(x.dtype)
-
-
-class RMSNormGated(torch.nn.Module):
-    """Module of `rms_norm_gated` and its weight `[hidden_size]`, made as `mamba_ssm`'s is."""
 
     def __init__(
         self,
@@ -54,13 +29,17 @@ class RMSNormGated(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if hidden_size % (group_size or hidden_size):
-            raise ValueError(f"group_size {group_size} does not divide hidden_size {hidden_size}")
         self.eps = eps
-        self.group_size = group_size
+        self.group_size = group_size or hidden_size
         self.norm_before_gate = norm_before_gate
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Apply the norm to x, gated by z, both `[..., hidden_size]`."""
-        return rms_norm_gated(x, self.weight, z, self.eps, self.group_size, self.norm_before_gate)
+        """Return `[..., hidden_size]` in the dtype of x, computed in fp32 or wider; z as x."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        gate = 1 if z is None else F.silu(z.to(dtype))
+        y = x.to(dtype) if self.norm_before_gate else x.to(dtype) * gate
+        groups = y.unflatten(-1, (-1, self.group_size))
+        y = F.rms_norm(groups, [self.group_size], eps=self.eps).flatten(-2)
+        y = y * self.weight.to(dtype)
+        return (y * gate if self.norm_before_gate else y).to(x.dtype)
