@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.token_layout import pad_lengths
+from megatron.core.token_layout import pad_lengths, zigzag_layout
 from megatron.core.token_layout.attention_plan import attention_plan
 from tests.unit_tests.test_token_layout import cp_sizes, lengths_of_samples, plans
 
@@ -18,13 +18,14 @@ from tests.unit_tests.test_token_layout import cp_sizes, lengths_of_samples, pla
 def test_every_query_sees_its_sample_up_to_itself_or_whole(lengths, cp_size, is_causal):
     padded = pad_lengths(lengths, cp_size)
     sample = torch.arange(len(lengths)).repeat_interleave(torch.tensor(padded.padded).long())
+    layout = zigzag_layout(padded, cp_size)
     for rank in range(cp_size):
-        plan = attention_plan(padded, cp_size, rank, torch.device("cpu"), is_causal)
+        plan = attention_plan(padded, cp_size, rank, is_causal)
         seen = []
         for block, keys in zip(plan.blocks, key_runs(plan), strict=True):
             hidden = range(block.queries)[::-1] if is_causal else [0] * block.queries
             seen += [keys[: block.keys - later] for later in hidden]
-        for token, keys in zip(plan.layout.tokens[rank].tolist(), seen, strict=True):
+        for token, keys in zip(layout.tokens[rank].tolist(), seen, strict=True):
             own = sample == sample[token]
             if is_causal:
                 own[token + 1 :] = False

@@ -5,12 +5,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
-import torch
 from torch import Tensor
 
-from megatron.core.token_layout.layouts import TokenLayout, check_zigzag_lengths, zigzag_layout
+from megatron.core.token_layout.layouts import check_zigzag_lengths
 from megatron.core.token_layout.padded_lengths import PaddedLengths
 
 
@@ -41,21 +40,13 @@ class AttentionPlan:
     """Blocks of queries and keys in which one CP rank attends; made on the host once per batch.
 
     Attributes:
-        cp_size: number of ranks over which the samples' tokens are spread, in the zigzag layout.
         is_causal: whether a query sees only the keys up to its own, instead of all of its sample.
         samples: blocks of each sample, in the rank's local order; none for an empty sample.
     """
 
     lengths: PaddedLengths
-    cp_size: int
-    device: torch.device
     is_causal: bool
     samples: tuple[tuple[AttentionBlock, ...], ...]
-
-    @cached_property
-    def layout(self) -> TokenLayout:
-        """Zigzag layout of the batch, on the device."""
-        return zigzag_layout(self.lengths, self.cp_size).to(self.device)
 
     @property
     def blocks(self) -> list[AttentionBlock]:
@@ -65,9 +56,9 @@ class AttentionPlan:
 
 @lru_cache(maxsize=64)
 def attention_plan(
-    lengths: PaddedLengths, cp_size: int, cp_rank: int, device: torch.device, is_causal: bool
+    lengths: PaddedLengths, cp_size: int, cp_rank: int, is_causal: bool
 ) -> AttentionPlan:
-    """Plan ``cp_rank``'s part; equal arguments return the same plan, with its cached tensors.
+    """Plan the part of ``cp_rank``, whose tokens are zigzag; equal arguments return the same plan.
 
     Raises:
         ValueError: the lengths do not fit the zigzag layout.
@@ -86,4 +77,4 @@ def attention_plan(
             half = padded // (2 * cp_size)
             ends = (cp_rank + 1, 2 * cp_size - cp_rank)
             samples.append(tuple(AttentionBlock.causal(half, end * half) for end in ends))
-    return AttentionPlan(lengths, cp_size, device, is_causal, tuple(samples))
+    return AttentionPlan(lengths, is_causal, tuple(samples))

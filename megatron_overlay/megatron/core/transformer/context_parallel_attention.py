@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.token_layout import gather_tokens, lengths_of_batch
+from megatron.core.token_layout import gather_tokens, lengths_of_batch, zigzag_layout
 from megatron.core.token_layout.attention_plan import AttentionBlock, AttentionPlan, attention_plan
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -109,7 +109,7 @@ class ContextParallelAttention(MegatronModule):
             packed_seq_params if packed else None, query.size(0) * self.cp_size
         )
         rank = self.cp_group.rank() if self.cp_size > 1 else 0
-        plan = attention_plan(lengths, self.cp_size, rank, query.device, causal)
+        plan = attention_plan(lengths, self.cp_size, rank, causal)
         context = self._attend_planned(query, key, value, plan).flatten(2)
         return context.squeeze(1) if packed else context
 
@@ -121,7 +121,8 @@ class ContextParallelAttention(MegatronModule):
         if not plan.blocks:
             return query
         if self.cp_size > 1:
-            both = gather_tokens(torch.stack((key, value), dim=1), plan.layout, self.cp_group)
+            layout = zigzag_layout(lengths, self.cp_size).to(key.device)
+            both = gather_tokens(torch.stack((key, value), dim=1), layout, self.cp_group)
             key, value = both.unbind(1)
         # One split per tensor: its backward is one concatenation, however many samples there are.
         keys, values = key.split(lengths.padded), value.split(lengths.padded)
