@@ -53,7 +53,7 @@ class Question(NamedTuple):
 class SampleSource:
     """Samples as a function of (split, number), without state; ``split`` is 'train' or 'test'.
 
-    Loading processes use it, so it must survive a fork and be picklable.
+    Loading processes use it, so it must survive a fork.
 
     A data set of images alone has `tiles`; one with inputs of other encoders has `sizes`, `inputs`
     and `token_ids` of its own.

@@ -4,6 +4,7 @@
 
 import argparse
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -39,7 +40,7 @@ from examples.mimo.nemotron_vlm.energon.survey import (
 )
 from examples.mimo.nemotron_vlm.model.names import SOUND
 
-_SENT = f"{MissingPackage.__module__}.{MissingPackage.__name__}: "
+_SENT = rf"{MissingPackage.__module__}\.\w+: "
 
 PERCENTILES = (0, 50, 90, 99, 100)
 
@@ -69,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (UserError, ValueError, OSError) as error:
         # A process of its own sends its traceback along; some errors have no text.
         line = (str(error).splitlines() or [type(error).__name__])[-1]
-        print(f"error: {line.removeprefix(_SENT)}", file=sys.stderr)
+        print(f"error: {re.sub(_SENT, '', line, count=1)}", file=sys.stderr)
         return 2
     return 0
 

@@ -13,8 +13,13 @@ import torch
 from examples.mimo.nemotron_vlm.data.sample import Text
 from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS, VIDEO, Chat
-from examples.mimo.nemotron_vlm.energon.errors import BadClip, BadConversation, BadMedium, BadSound
-from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling, decoded
+from examples.mimo.nemotron_vlm.energon.errors import (
+    BadConversation,
+    BadMedium,
+    MissingPackage,
+    one_line,
+)
+from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling, open_image
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT, Medium, Record
 from examples.mimo.nemotron_vlm.energon.sounds import Listening
 from examples.mimo.nemotron_vlm.energon.videos import Extent, Watching
@@ -159,9 +164,12 @@ class Encoder:
             counts[file.kind] += 1
             try:
                 found.append(Read(file.kind, *self._read(file, whole)))
-            except BadMedium as error:
-                name = file.kind.removesuffix("s")
-                raise type(error)(f"{name} {counts[file.kind]}: {error}") from error
+            except MissingPackage:
+                raise
+            except Exception as error:  # decoders raise errors of all kinds for damaged files
+                name, why = file.kind.removesuffix("s"), one_line(error)
+                why = why if isinstance(error, BadMedium) else f"damaged: {why}"
+                raise BadMedium(f"{name} {counts[file.kind]}: {why}", name) from error
         return found
 
     def inputs(
@@ -178,24 +186,16 @@ class Encoder:
 
     def _read(self, file: Medium, whole: bool = True) -> tuple[Extent, torch.Tensor | None]:
         if file.kind == SOUND:
-            sound = self._listening.read(*file.files)
+            if self.sound is None:
+                raise BadMedium("the model has no encoder of sound")
+            sound = self.sound.read(*file.files)
             return Extent(len(sound)), sound
-        if file.kind == VIDEO and whole:
-            return self._watching.read(file.files, file.fps)
         if file.kind == VIDEO:
-            return self._watching.frames_of(file.files, file.fps)[0], None
-        image, size = decoded(*file.files, small=not whole)
+            if self.video is None:
+                raise BadMedium("the model encodes no video, or no images of any size")
+            if whole:
+                return self.video.read(file.files, file.fps)
+            return self.video.frames_of(file.files, file.fps)[0], None
+        image, size = open_image(*file.files, small=not whole)
         extent = Extent(self.images.size_of(*size), own=self.images.own_patches(*size))
         return extent, self.images.cut(image) if whole else None
-
-    @property
-    def _listening(self) -> Listening:
-        if self.sound is None:
-            raise BadSound("the model has no encoder of sound")
-        return self.sound
-
-    @property
-    def _watching(self) -> Watching:
-        if self.video is None:
-            raise BadClip("the model encodes no video, or no images of any size")
-        return self.video

@@ -70,12 +70,10 @@ class FileSet(DataSet):
         ValueError: the file is no list of records; the message names it.
     """
 
-    weight = None
     configuration = ""
     """Hash of the file's records, and which of them are in the split."""
 
     def __init__(self, path: Path, split: str | None) -> None:
-        self._place, self._given_up = (str(path), split, 0), set()
         self._file, self.part, held_out = file_of(path, split)
         self.path = self._file.parent
         self._records = open_file(self._file)
@@ -91,14 +89,6 @@ class FileSet(DataSet):
         counts = np.diff(self.ends).tolist()
         self.shards = [Chunk(self._file.name, count) for count in counts]
         self.subset = range(size)
-
-    @staticmethod
-    def of_blend(loaded: LoadedDataset, place: tuple[str, str, int]) -> "FileSet":
-        """Return the file set that `FileReference` made; `DataSet` has the same arguments."""
-        records = loaded.dataset
-        records.weight = loaded.weight if loaded.repetitions is None else loaded.repetitions
-        records._place = place
-        return records
 
     def name(self, index: int) -> str:
         """Return ``file:line`` of a record, in Parquet ``file:row``."""

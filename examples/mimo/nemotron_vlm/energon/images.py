@@ -21,7 +21,7 @@ import torch
 from PIL import Image, ImageOps
 from PIL.ExifTags import Base
 
-from examples.mimo.nemotron_vlm.energon.errors import BadImage, decoding
+from examples.mimo.nemotron_vlm.energon.errors import BadMedium
 from examples.mimo.nemotron_vlm.model.patch_grids import PatchGrids
 
 FORMATS = {
@@ -31,8 +31,6 @@ FORMATS = {
 }
 """Formats of images that Pillow reads, by suffix; PostScript, which runs programs, is none."""
 
-OTHERS = {"avif", "dng", "heic", "heif", "jp2", "jxl", "svg", "webp"} - FORMATS.keys()
-"""Suffixes of images that this Pillow does not read."""
 TURNED = range(5, 9)
 """Orientations of EXIF that turn an image by a quarter."""
 LONGEST = (1 << 15) - 1
@@ -65,7 +63,6 @@ class Tiling:
         columns, rows = self.grid(width, height)
         return columns * rows + (self.thumbnail and columns * rows > 1)
 
-    @decoding(BadImage)
     def cut(self, image: Image.Image) -> torch.Tensor:
         """Return the tiles row by row, then the thumbnail, uint8 [n, 3, tile, tile]."""
         columns, rows = self.grid(*image.size)
@@ -101,17 +98,16 @@ class Resizing:
         """Return the size of an image, as `PatchGrids` codes it.
 
         Raises:
-            BadImage: it is so long that its size has no code.
+            BadMedium: it is so long that its size has no code.
         """
         if max(self.grids.grid_of(height, width)) > LONGEST:
-            raise BadImage(f"{width} × {height} pixels are too long a strip")
+            raise BadMedium(f"{width} × {height} pixels are too long a strip")
         return self.grids.size_of(height, width)
 
     def own_patches(self, width: int, height: int) -> int:
         """Return the patches of an image at its own size, whatever the bounds."""
         return math.prod(self.grids.own_grid(height, width))
 
-    @decoding(BadImage)
     def cut(self, image: Image.Image) -> torch.Tensor:
         """Return the patches of an image, as `PatchGrids.cut` does."""
         return self.grids.cut(torch.from_numpy(np.array(image)).permute(2, 0, 1))
@@ -125,34 +121,29 @@ class Resizing:
         return images
 
 
-def open_image(data: bytes) -> Image.Image:
-    """Decode an image as a viewer shows it, in RGB: its first frame, upright, on white.
+def open_image(data: bytes, small: bool = False) -> tuple[Image.Image, tuple[int, int]]:
+    """Return an image as a viewer shows it, in RGB: its first frame, upright, on white; and its
+    width and height.
 
     It is turned as EXIF says. Greys of 16 bits are scaled to 8, as libpng and torchcodec do.
 
-    Raises:
-        BadImage: it is damaged, in none of `FORMATS`, without pixels, of more than Pillow's
-            ``MAX_IMAGE_PIXELS``, or in greys of 32 bits, which do not say what is white.
-    """
-    return decoded(data)[0]
-
-
-@decoding(BadImage)
-def decoded(data: bytes, small: bool = False) -> tuple[Image.Image, tuple[int, int]]:
-    """Return what `open_image` does, and its width and height; raise what that raises.
-
     Args:
         small: whether all bytes of a JPEG are decoded, but to an eighth of its width and height.
+
+    Raises:
+        BadMedium: it is in none of `FORMATS`, without pixels, or in greys of 32 bits, which do not
+            say what is white.
+        Exception: Pillow finds it damaged, or of more than its ``MAX_IMAGE_PIXELS``.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
             file = Image.open(io.BytesIO(data), formats=sorted(set(FORMATS.values())))
         except Image.UnidentifiedImageError as error:
-            line = "damaged, or not what its name says: Pillow finds no image"
-            raise BadImage(line) from error
+            line = "damaged, or in a format that is not read: Pillow finds no image"
+            raise BadMedium(line) from error
         if 0 in file.size:
-            raise BadImage(f"{file.width} × {file.height} pixels")
+            raise BadMedium(f"{file.width} × {file.height} pixels")
         size = file.size[::-1] if file.getexif().get(Base.Orientation) in TURNED else file.size
         is_smaller = small and file.draft(None, (1, 1))
         image = ImageOps.exif_transpose(file)
@@ -160,7 +151,7 @@ def decoded(data: bytes, small: bool = False) -> tuple[Image.Image, tuple[int, i
     if image.mode.startswith("I;16") or (image.mode == "I" and file.format in ("PNG", "PPM")):
         return _of_16_bits(image), size
     if image.mode in "IF":
-        raise BadImage(f"Pillow's mode {image.mode}: convert its greys of 32 bits to 8 or 16 bits")
+        raise BadMedium(f"Pillow's mode {image.mode}: convert its greys of 32 bits to 8 or 16 bits")
     if image.mode.endswith(("A", "a")) or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from examples.mimo.nemotron_vlm.energon.chat_template import REASONING
 from examples.mimo.nemotron_vlm.energon.conversation import PLACEHOLDERS, VIDEO, Turn, place_media
-from examples.mimo.nemotron_vlm.energon.errors import BadConversation, UnreadFormat
-from examples.mimo.nemotron_vlm.energon.images import FORMATS, OTHERS
+from examples.mimo.nemotron_vlm.energon.errors import BadConversation
+from examples.mimo.nemotron_vlm.energon.images import FORMATS
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from megatron.energon import CaptioningSample, CrudeSample
 
@@ -43,16 +43,14 @@ LOSS, ARGUMENTS = ("loss", "weight"), ("tools", "chat_template_kwargs")
 ENTRIES = {"conversations": ("from", "value"), "messages": ("role", "content")}
 """Keys of a turn's role and content."""
 SPEAKERS = {"human": "user", "gpt": "assistant"}
-UNREAD = dict.fromkeys(OTHERS, "a format that Pillow does not read")
-SOUNDS, CLIPS = ("aac", "m4a", "mp3", "ogg", "opus"), ("avi", "mkv", "mov", "webm")
-UNREAD |= dict.fromkeys(SOUNDS, "convert it to wav or flac")
-UNREAD |= dict.fromkeys(CLIPS, "convert it to mp4 or to frames")
-"""Reasons or cures that are named for formats that are not read, by suffix."""
 
-SUFFIXES = dict.fromkeys(FORMATS.keys() | OTHERS, IMAGES)
-SUFFIXES |= dict.fromkeys(("wav", "flac", *SOUNDS), SOUND)
-SUFFIXES |= dict.fromkeys(("mp4", *CLIPS), VIDEO)
-FRAME = re.compile(rf"(?i)(video\d*)\.\d+\.(?:{'|'.join(FORMATS.keys() | OTHERS)})")
+PICTURES = FORMATS.keys() | {"avif", "dng", "heic", "heif", "jp2", "jxl", "svg", "webp"}
+SUFFIXES = dict.fromkeys(PICTURES, IMAGES)
+SUFFIXES |= dict.fromkeys(("wav", "flac", "aac", "m4a", "mp3", "ogg", "opus"), SOUND)
+SUFFIXES |= dict.fromkeys(("mp4", "avi", "mkv", "mov", "webm"), VIDEO)
+"""Kinds of media by suffix; a file in a format that its decoder does not read is a bad one."""
+
+FRAME = re.compile(rf"(?i)(video\d*)\.\d+\.(?:{'|'.join(PICTURES)})")
 """Name of a frame of a clip, and of the clip therein."""
 
 ITEMS = {"image": IMAGES, "video": VIDEO, "audio": SOUND, "sound": SOUND}
@@ -115,7 +113,6 @@ def read_record(sample: Any, prompt: str) -> Record:
 
     Raises:
         BadConversation: fields are missing or have the wrong type, or do not fit the files.
-        UnreadFormat: a file is a medium by its name, in a format that is not read.
     """
     if isinstance(sample, CaptioningSample):
         return _record(_captioning(prompt, sample.caption), [sample.image])
@@ -155,8 +152,6 @@ def _record(turns: list[Turn], files: Sequence[Any], fps: Any = 0) -> Record:
     for file in files:
         if not isinstance(file, MediaFile):
             raise BadConversation(f"an image is of type {type(file).__name__}")
-        if reason := UNREAD.get(_suffix(file)):
-            raise UnreadFormat(f"{file}: {reason}")
         kind = kind_of(file) or IMAGES  # a field may map to a file of any name
         if kind != VIDEO:
             of[kind].append(Medium(kind, (file,)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.energon.errors import BadSound, MissingPackage, decoding
+from examples.mimo.nemotron_vlm.energon.errors import BadMedium, MissingPackage
 from examples.mimo.nemotron_vlm.model.sound_lengths import SAMPLING_RATE, SHORTEST, rows_of
 
 RATES = range(1000, 1_000_001)
@@ -27,14 +27,13 @@ class Listening:
 
     subsampling: int
 
-    @decoding(BadSound)
     def read(self, data: bytes) -> torch.Tensor:
         """Return the mean over channels, from -1 to 1, at the encoder's rate: float32 [samples].
 
         It is read and resampled as by transformers' ``load_audio`` with soundfile and soxr.
 
         Raises:
-            BadSound: the file is damaged, of another format, or too short; its rate is none of
+            BadMedium: the file is damaged, of another format, or too short; its rate is none of
                 `RATES`; or a sample is no number, or above `LOUDEST`.
             MissingPackage: soundfile or soxr is not installed.
         """
@@ -48,17 +47,19 @@ class Listening:
                 rate, count = file.samplerate, file.frames
                 samples = file.read(dtype="float32", always_2d=True).T
         except soundfile.LibsndfileError as error:
-            line = f"neither FLAC nor WAV, or damaged: {error.error_string}"
-            raise BadSound(line) from error
+            line = f"damaged, or in a format that is not read: {error.error_string}"
+            raise BadMedium(line) from error
         if samples.shape[1] < count or _is_cut_short(data):
-            raise BadSound("damaged: the file is shorter than its header says")
+            raise BadMedium("damaged: the file is shorter than its header says")
         if rate not in RATES:
-            raise BadSound(f"{rate} samples a second; from {RATES[0]} to {RATES[-1]} are read")
+            raise BadMedium(f"{rate} samples a second; from {RATES[0]} to {RATES[-1]} are read")
         size = -(-samples.shape[1] * SAMPLING_RATE // rate)
         if size < SHORTEST:
-            raise BadSound(f"{size} samples, of {SAMPLING_RATE} a second, are less than {SHORTEST}")
+            raise BadMedium(
+                f"{size} samples, of {SAMPLING_RATE} a second, are less than {SHORTEST}"
+            )
         if not (peak := np.abs(samples).max()) <= LOUDEST:  # nor is NaN
-            raise BadSound(f"a sample of {peak:g}: they are from -1 to 1, {LOUDEST} at most")
+            raise BadMedium(f"a sample of {peak:g}: they are from -1 to 1, {LOUDEST} at most")
         sound = samples.mean(axis=0) if len(samples) > 1 else samples[0]
         if rate != SAMPLING_RATE:
             sound = soxr.resample(sound, rate, SAMPLING_RATE, quality="soxr_hq")

@@ -6,7 +6,7 @@ import fcntl
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from examples.mimo.nemotron_vlm.energon.records import Medium, Record
 from examples.mimo.nemotron_vlm.energon.store import DataSet, open_split
 from examples.mimo.nemotron_vlm.energon.stream import Stream
 from examples.mimo.nemotron_vlm.energon.survey import (
-    GOOD,
     STATES,
     TOO_LONG,
     NoSurvey,
@@ -44,7 +43,7 @@ class EnergonSource(SampleSource):
     """Samples of a data set or a blend that has been surveyed, or of a small file of records.
 
     ``split`` is 'train' or 'test', which is energon's ``val`` (or ``test`` if that is empty).
-    Samples can be read in forked and in spawned processes.
+    Samples can be read in forked processes.
 
     Args:
         path: as `open_split` takes it.
@@ -74,7 +73,6 @@ class EnergonSource(SampleSource):
         surveys: str | Path | None = None,
         long_samples: Literal["skip", "refuse", "cut"] = "skip",
     ) -> None:
-        self._arguments = path, encoder, seq_length, seed, bad_samples, surveys, long_samples
         self._path, self._encoder, self._seq_length, self._seed = path, encoder, seq_length, seed
         self._surveys = Path(surveys) if surveys else None
         self._bad_samples, self._long_samples = bad_samples, long_samples
@@ -85,9 +83,6 @@ class EnergonSource(SampleSource):
         self.fingerprint = self._stream("train").fingerprint
         (asked, *others) = {*self._stream("train").asked}
         self.asked = {} if others or asked == len(MODES) else MODES[asked]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return EnergonSource, self._arguments
 
     def epoch_size(self, split: str) -> int | None:
         """Return the samples of an epoch; None for a blend by weight, which has no epochs."""
@@ -208,7 +203,6 @@ class EnergonSource(SampleSource):
                         f"and {kind}"
                     )
             pairs = list(zip(opened.datasets, surveys, strict=True))
-            _refuse_missing_shards(pairs)
             cut = self._long_samples == "cut"
             stream = Stream(pairs, opened.mode, self._seq_length, (self._seed, split), cut)
             left, long = stream.left_out, stream.left_out[STATES[TOO_LONG]]
@@ -249,20 +243,4 @@ class EnergonSource(SampleSource):
             raise ValueError(
                 f"{self._path}: {count} {kind} samples in {part}: {'; '.join(named)}; leave them "
                 f"out with --{kind}-samples skip"
-            )
-
-
-def _refuse_missing_shards(pairs: list[tuple[DataSet, Survey]]) -> None:
-    """Raise if shards are not there that had good samples when the data was surveyed."""
-    for dataset, survey in pairs:
-        ranges = zip(dataset.shards, dataset.ends, dataset.ends[1:], strict=False)
-        missing = [
-            shard.name
-            for shard, first, end in ranges
-            if not (dataset.path / shard.name).exists() and (survey.state[first:end] == GOOD).any()
-        ]
-        if missing:
-            raise ValueError(
-                f"{dataset.path}: {len(missing)} shards are missing: {', '.join(missing[:NAMED])}; "
-                "bring them back, or survey with --again, which leaves their samples out"
             )

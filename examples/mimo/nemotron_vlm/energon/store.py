@@ -3,7 +3,6 @@
 """Random access to energon's data sets: the samples of a split by index."""
 
 import logging
-import re
 import shlex
 import time
 from bisect import bisect_right
@@ -17,7 +16,6 @@ from examples.mimo.nemotron_vlm.energon.errors import (
     BadShard,
     Excluded,
     Unreadable,
-    UnreadFormat,
     one_line,
 )
 from examples.mimo.nemotron_vlm.energon.records import (
@@ -44,13 +42,10 @@ from megatron.energon.flavors.webdataset.metadata import (
     get_info_shard_files,
 )
 from megatron.energon.fork_hook import after_in_child_fork_hook
-from megatron.energon.metadataset.loader_interface import DatasetBlendMode, LoadedDataset
+from megatron.energon.metadataset.loader_interface import DatasetBlendMode
 
 OPEN_SHARDS = 16
 """Shards of a data set that a process keeps open."""
-
-KEPT_TEXTS = 512
-"""Samples of a data set whose texts a process keeps: its media may be read after them."""
 
 PAUSES_S = (1, 2, 4, 8, 16, 32)
 """Seconds to wait before each new try to read a shard that the file system refuses."""
@@ -78,9 +73,7 @@ class DataSet:
     """One data set of a split. Forked processes may read it: each opens its own files.
 
     Args:
-        loaded: the data set as energon loaded it.
-        place: arguments of `open_split`, and the number of the data set there, for processes that
-            are spawned.
+        factory: the data set as energon loaded it.
 
     Raises:
         ValueError: the data set is of a kind that cannot be read.
@@ -92,8 +85,9 @@ class DataSet:
         subset: range of the samples that a blend takes.
     """
 
-    def __init__(self, loaded: LoadedDataset, place: tuple[str, str, int]) -> None:
-        factory = loaded.dataset
+    weight: float | int | None = None
+
+    def __init__(self, factory: Any) -> None:
         if not isinstance(factory, BaseWebdatasetFactory):
             raise ValueError(f"a {type(factory).__name__} has no samples to read by index")
         self.path = Path(str(factory.path))
@@ -102,22 +96,15 @@ class DataSet:
             raise ValueError(
                 f"{self.path}: samples are {kind}; CaptioningSample and CrudeWebdataset are read"
             )
-        self.weight = loaded.weight if loaded.repetitions is None else loaded.repetitions
-        self._factory, self._place = factory, place
+        self._factory = factory
         self._configured = factory.subflavors.get(CONFIGURED, "")
         self._unread: dict[str, bytes] = {}
         self._kinds: Collection[str] | None = None
-        self._texts: dict[int, dict[str, Any]] = {}
-        self._has_text = False
-        self._given_up: set[str] = set()
         self._open()
         after_in_child_fork_hook(self._open)
         self.shards, self.ends = factory.shards, self._reader.shard_count_cumsum
         size = self.ends[-1]
         self.subset = range(*(factory.subset.compute_subset(size) if factory.subset else (size,)))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, self._place
 
     def _open(self) -> None:
         self._reader = ShardInfosITarReader(
@@ -133,9 +120,7 @@ class DataSet:
         if not self._factory.part_filter(file):
             return False
         kind = kind_of(file)
-        if kind is None:
-            return not self._has_text
-        if self._kinds is None or kind in self._kinds:
+        if kind is None or self._kinds is None or kind in self._kinds:
             return True
         self._unread[file] = b""
         return False
@@ -163,18 +148,16 @@ class DataSet:
 
         Raises:
             BadShard: the shard is damaged or missing, or is not the one that was indexed.
-            Unreadable: reads fail for another reason, even after the pauses of `PAUSES_S`; from
-                then on, the shard's other samples are tried once each.
+            Unreadable: reads fail for another reason, even after the pauses of `PAUSES_S`.
             Excluded: ``split.yaml`` excludes the sample.
         """
         shard, place = self._locate(index)
         sample = f"{self.path / shard}, sample {place}"
-        for pause in (0,) if shard in self._given_up else (*PAUSES_S, 0):
+        for pause in (*PAUSES_S, 0):
             try:
                 return self._read(index, kinds)
             except Unreadable as error:
                 if not pause:
-                    self._given_up.add(shard)
                     waited = sum(PAUSES_S)
                     raise Unreadable(
                         f"{sample} cannot be read, also after {waited:g} s: {error}"
@@ -183,41 +166,29 @@ class DataSet:
                 time.sleep(pause)
 
     def _read(self, index: int, kinds: Collection[str] | None) -> dict[str, Any]:
-        text = self._texts.get(index, {})
-        if text and kinds is not None and not kinds:
-            return text
-        self._unread, self._kinds, self._has_text = {}, kinds, bool(text)
+        self._unread, self._kinds = {}, kinds
         try:
             raw = self._reader[index]
         except Exception as error:  # from tarfile, the file system or energon itself
             self._reader.close()
             self._open()
-            shard = re.escape(self._locate(index)[0])  # the caller names it
-            noise = rf":? '?({re.escape(str(self.path))}/)?{shard}'?"
-            line = re.sub(noise, "", one_line(error))
-            raise (Unreadable if _may_pass(error) else BadShard)(line) from error
+            raise (Unreadable if _may_pass(error) else BadShard)(one_line(error)) from error
         for shard in self._reader.itar_files_cache.values():
             shard.members.clear()  # a tarfile remembers all that it ever read
         if raw is None:
             raise Excluded(Excluded.kind)
-        whole = text | raw | self._unread
-        if kinds is not None:
-            self._texts[index] = {n: b"" if kind_of(n) else whole[n] for n in whole}
-        if len(self._texts) > KEPT_TEXTS:
-            del self._texts[next(iter(self._texts))]
-        return whole
+        return raw | self._unread
 
     def record(self, raw: dict[str, Any], prompt: str) -> Record:
         """Return the conversation in what `raw` returned: decoded, with its fields mapped.
 
         Raises:
             BadConversation: a field is missing, or text is damaged.
-            UnreadFormat: as `read_record`.
         """
         sample = {name: MediaFile(name) if kind_of(name) else raw[name] for name in raw}
         try:
             return read_record(self._loaded(sample), prompt)
-        except (BadConversation, UnreadFormat):
+        except BadConversation:
             raise
         except Exception as error:  # from energon, or from the data set's own sample_loader
             raise BadConversation(one_line(error)) from error
@@ -293,20 +264,17 @@ def open_split(path: str | Path, split: str) -> Split:
             if any(entry.aux for entry in loaded.datasets):
                 raise ValueError("auxiliary data sets are not read")
             datasets = []
-            for number, entry in enumerate(loaded.datasets):
+            for entry in loaded.datasets:
                 is_file = isinstance(entry.dataset, files.FileSet)
-                make = files.FileSet.of_blend if is_file else DataSet
-                datasets.append(make(entry, (str(path), split, number)))
+                datasets.append(entry.dataset if is_file else DataSet(entry.dataset))
+                by_weight = entry.repetitions is None
+                datasets[-1].weight = entry.weight if by_weight else entry.repetitions
             return Split(MODES[loaded.blend_mode], datasets, part)
     except Exception as error:  # energon asserts what the user got wrong
         line, kind = one_line(error), OSError if _may_pass(error) else ValueError
         raise kind(line if str(path) in line else f"{path}: {line}") from error
     why = one_line(problem)
     raise EmptySplit(f"{path}: has no samples for {' or '.join(PARTS[split])}: {why}")
-
-
-def _reopened(path: str, split: str, number: int) -> DataSet:
-    return open_split(path, split).datasets[number]
 
 
 def _may_pass(error: BaseException | None) -> bool:

@@ -16,13 +16,10 @@ on the sequence length. Each data set has, beside energon's own metadata or in a
 
 import hashlib
 import json
-import multiprocessing
-import time
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
-from itertools import takewhile
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +32,24 @@ from examples.mimo.nemotron_vlm.energon.encoding import Encoder, read_files
 from examples.mimo.nemotron_vlm.energon.errors import (
     UNUSABLE,
     BadConversation,
-    BadShard,
     Excluded,
-    MissingPackage,
-    UnreadFormat,
     one_line,
 )
 from examples.mimo.nemotron_vlm.energon.records import kind_of
 from examples.mimo.nemotron_vlm.energon.store import DataSet
-from examples.mimo.nemotron_vlm.energon.units import Unit, load_unit, save_unit, versions, write
+from examples.mimo.nemotron_vlm.energon.units import Unit, load_unit, save_unit, write
 from examples.mimo.nemotron_vlm.energon.videos import Extent
+from megatron.core.dist_checkpointing.managed_queue import end_with_rank
 from megatron.energon.flavors.webdataset.config import MAIN_FOLDER_NAME
 
-FORMAT = 7
+FORMAT = 8
 STATES = ("good", "unreadable shard", "bad text", "bad image", "bad sound", "bad video")
-STATES += (UnreadFormat.kind, Excluded.kind, "too long")
+STATES += (Excluded.kind, "too long")
 """Names of the states; a survey does not depend on the sequence length, and has no 'too long'."""
 KINDS = tuple(PLACEHOLDERS)
 MEDIA = [("kind", "i1"), ("size", "i8"), ("frames", "i4"), ("fps", "f8"), ("own", "i8")]
 MEDIA = np.dtype([*MEDIA, ("sum", "i4")])
-GOOD, TOO_LONG, UNREADABLE = map(STATES.index, ("good", "too long", BadShard.kind))
+GOOD, TOO_LONG = map(STATES.index, ("good", "too long"))
 UNITS = "surveyed"
 """Folder, beside surveys, of the files of their units."""
 
@@ -180,9 +175,7 @@ def load_survey(dataset: DataSet, encoder: Encoder, folder: Path | None = None) 
             return None
         rows, media = (np.load(file, mmap_mode="r") for file in (path, _media(path)))
         notes = path.with_suffix(".json")
-        with open(notes) as file:
-            head = "".join(takewhile(lambda line: not line.startswith(' "bad"'), file))
-        fingerprint = json.loads(head.rstrip(",\n") + "}")["fingerprint"]
+        fingerprint = json.loads(notes.read_text())["fingerprint"]
     except (OSError, ValueError, KeyError) as error:
         raise OSError(f"{dataset.path}: its survey cannot be read: {one_line(error)}") from error
     return Survey(*rows, media, fingerprint, notes)
@@ -195,27 +188,26 @@ def make_survey(
     workers: int = 0,
     again: bool = False,
 ) -> None:
-    """Survey a data set, also where it has a survey: damaged shards may have been replaced.
+    """Survey a data set.
 
     Args:
         folder: as for `load_survey`.
-        again: whether to read shards that earlier surveys have read.
         workers: most processes, which take a shard at a time; 0 for this one alone. No more are
             started than there are shards.
-    """
-    from megatron.core.dist_checkpointing.managed_queue import END_WITH_RANK  # slow for workers
+        again: whether to read shards that earlier surveys have read.
 
-    multiprocessing.set_forkserver_preload([__name__])
+    Raises:
+        OSError: the file system refuses to read a shard, or a package is missing.
+    """
     path = _path(dataset, encoder, folder)
     (path.parent / UNITS).mkdir(parents=True, exist_ok=True)
     loader = DataLoader(
-        _Units(dataset, encoder, path, again),
+        _Units(dataset, encoder, path.parent / UNITS, again),
         batch_size=None,
         collate_fn=tuple,
         num_workers=min(workers, len(dataset.shards)),
-        # A fork of this process would share the tokenizer's locks; one of a server shares imports.
-        multiprocessing_context="forkserver" if workers else None,
-        worker_init_fn=partial(_run, END_WITH_RANK),
+        multiprocessing_context="fork" if workers else None,
+        worker_init_fn=lambda _number: end_with_rank(),
     )
     units = list(tqdm(loader, str(dataset.path), unit="shard", disable=None))
     rows, media, bad, digests = zip(*units, strict=True)
@@ -238,21 +230,15 @@ def make_survey(
     write(path, lambda file: np.save(file, table))  # if it is there, the survey is complete
 
 
-def _run(code: str, _worker: int) -> None:
-    exec(code, {})
-
-
 class _Units(Dataset):
     """A data set of units: the survey reads a shard, and keeps what it finds in a file.
 
-    The file's name hashes all that the unit depends on. A file that is older than the whole survey
-    is not taken: the survey is made again to read everything again.
+    The file's name hashes all that the unit depends on.
     """
 
-    def __init__(self, dataset: DataSet, encoder: Encoder, survey: Path, again: bool) -> None:
-        self.dataset, self.encoder, self.folder = dataset, encoder, survey.parent / UNITS
-        self.settings = json.dumps([FORMAT, encoder.settings, versions()])
-        self.surveyed = survey.stat().st_mtime_ns if survey.exists() else time.time_ns() * again
+    def __init__(self, dataset: DataSet, encoder: Encoder, folder: Path, again: bool) -> None:
+        self.dataset, self.encoder, self.folder, self.again = dataset, encoder, folder, again
+        self.settings = json.dumps([FORMAT, encoder.settings])
 
     def __len__(self) -> int:
         return len(self.dataset.shards)
@@ -260,14 +246,12 @@ class _Units(Dataset):
     def __getitem__(self, number: int) -> Unit:
         try:
             depends = self.settings + self.dataset.state_of(number)
-        except OSError:  # no sample can be read
+        except FileNotFoundError:  # no sample can be read
             return self._made(number)
         path = self.folder / f"{hashlib.sha256(depends.encode()).hexdigest()[:32]}.npz"
-        unit = load_unit(path)
-        if unit and path.stat().st_mtime_ns > self.surveyed:
-            return unit
-        unit = self._made(number)
-        if not (unit[0][0] == UNREADABLE).any():  # it may be readable the next time
+        unit = None if self.again else load_unit(path)
+        if unit is None:
+            unit = self._made(number)
             save_unit(path, unit)
         return unit
 
@@ -297,7 +281,7 @@ class _Units(Dataset):
                     (KINDS.index(each.kind), *each.extent, checksum(file.files))
                     for each, file in zip(decoded, files, strict=True)
                 ]
-            except (KeyboardInterrupt, SystemExit, MissingPackage):
+            except (KeyboardInterrupt, SystemExit, OSError):  # these do not blame the data
                 raise
             except BaseException as error:  # a tokenizer in Rust panics with no Exception
                 kind, reason = BadConversation.kind, f"{type(error).__name__}: {one_line(error)}"

@@ -10,8 +10,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Collection
-from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -20,9 +18,6 @@ import numpy as np
 
 from megatron.energon.flavors.webdataset.config import MAIN_FOLDER_NAME
 from megatron.energon.flavors.webdataset.structs import ShardInfo
-
-READERS = "pillow", "av", "soundfile", "soxr", "tokenizers", "transformers"
-"""Packages that decide which samples can be read: other versions read each shard anew."""
 
 Unit = tuple[np.ndarray, np.ndarray, list[dict[str, Any]], str]
 """A unit is what a survey found in a shard: rows, int32 [7, samples]; media, `MEDIA` [media];
@@ -62,15 +57,6 @@ def state_of_shard(folder: Path, shard: ShardInfo, excluded: Collection[str]) ->
     depends = json.dumps([shard.name, shard.count, stamp(file), excluded, settings])
     index = file.with_name(f"{file.name}.idx").read_bytes()
     return hashlib.sha256(depends.encode() + index).hexdigest()
-
-
-def versions() -> dict[str, str]:
-    """Return the installed versions of `READERS`."""
-    found = {}
-    for package in READERS:
-        with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
 
 
 def stamp(file: Path) -> tuple[int, int, int]:

@@ -11,12 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.energon.errors import (
-    BadClip,
-    BadImage,
-    MissingPackage,
-    decoding,
-)
+from examples.mimo.nemotron_vlm.energon.errors import BadMedium, MissingPackage, one_line
 from examples.mimo.nemotron_vlm.energon.images import LONGEST, open_image
 from examples.mimo.nemotron_vlm.model.clip_grids import ClipGrids, sampled_frames
 
@@ -50,7 +45,6 @@ class Watching:
     frames: int | None = None
     fps: float | None = None
 
-    @decoding(BadClip)
     def read(self, files: Sequence[bytes], fps: float) -> tuple[Extent, torch.Tensor]:
         """Return the extent of a clip, and its tubelets as `ClipGrids.cut` returns them.
 
@@ -61,11 +55,11 @@ class Watching:
         Raises:
             BadMedium: a frame is damaged, or frames in a second are asked for and not known.
             MissingPackage: it is MP4, and PyAV is not installed.
+            Exception: PyAV finds it damaged.
         """
         extent, frames = self.frames_of(files, fps)
         return extent, self.grids.cut(torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2))
 
-    @decoding(BadClip)
     def frames_of(self, files: Sequence[bytes], fps: float) -> tuple[Extent, list[np.ndarray]]:
         """Return the extent of a clip, and the frames that are taken, upright: uint8 [H, W, 3]."""
         if files[0][4:8] == MP4:
@@ -79,19 +73,19 @@ class Watching:
             frames = [_frame(files, number) for number in chosen]
         shapes = {frame.shape for frame in frames}
         if len(frames) != len(chosen) or len(shapes) != 1:
-            raise BadClip(f"{len(frames)} of {len(chosen)} frames, of {len(shapes)} sizes")
+            raise BadMedium(f"{len(frames)} of {len(chosen)} frames, of {len(shapes)} sizes")
         height, width, _ = frames[0].shape
         if max(self.grids.grid_of(height, width)) > LONGEST:
-            raise BadClip(f"{width} × {height} pixels are too long a strip")
+            raise BadMedium(f"{width} × {height} pixels are too long a strip")
         return Extent(self.grids.size_of(len(chosen), height, width), count, fps), frames
 
     def _taken(self, count: int, fps: float) -> list[int]:
-        """Return the numbers of the frames that are taken of so many; raise BadClip if unfit."""
+        """Return the numbers of the frames that are taken of so many; raise BadMedium if unfit."""
         if self.fps and not self.frames and not fps:
-            raise BadClip('needs "fps" in its json, as frames in a second are asked for')
+            raise BadMedium('needs "fps" in its json, as frames in a second are asked for')
         chosen = self._chosen(count, fps).tolist() if count else []
         if not 0 < len(chosen) <= LONGEST * self.grids.tubelet:
-            raise BadClip(f"{len(chosen)} frames: from 1 to {LONGEST * self.grids.tubelet} fit")
+            raise BadMedium(f"{len(chosen)} frames: from 1 to {LONGEST * self.grids.tubelet} fit")
         return chosen
 
     def labels(self, extent: Extent) -> list[str]:
@@ -113,9 +107,9 @@ class Watching:
 
 def _frame(files: Sequence[bytes], number: int) -> np.ndarray:
     try:
-        return np.array(open_image(files[number]))
-    except BadImage as error:
-        raise BadClip(f"frame {number + 1}: {error}") from error
+        return np.array(open_image(files[number])[0])
+    except Exception as error:  # Pillow raises errors of all kinds for damaged files
+        raise BadMedium(f"frame {number + 1}: {one_line(error)}") from error
 
 
 def _upright(frame: Any) -> np.ndarray:
@@ -142,5 +136,5 @@ def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
         raise MissingPackage("MP4 needs PyAV: pip install '.[mp4]'") from error
     with av.open(io.BytesIO(data)) as container:
         if not container.streams.video:
-            raise BadClip("an MP4 file without video")
+            raise BadMedium("an MP4 file without video")
         yield container, container.streams.video[0]

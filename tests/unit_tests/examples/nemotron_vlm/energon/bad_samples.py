@@ -98,13 +98,14 @@ TEXTS = [
 ]
 GREYS, SHORT = "convert its greys of 32 bits", "damaged: the file is shorter than its header says"
 MEDIA = [
-    (with_media(heic=b"something"), "unread format: heic: a format that Pillow does not read"),
-    (with_media(mp3=b"something"), "unread format: mp3: convert it to wav or flac"),
+    (with_media(heic=b"something"), "bad image: image 1: damaged, or in a format that is not read"),
+    (with_media(aac=b"something"), "bad sound: sound 1: damaged, or in a format that is not read"),
+    (with_media(webm=b"something"), "bad video: video 1: frame 1: damaged, or in a format that is"),
     *(
         (with_media(png=data), f"bad image: image 1: .*{why}")
         for data, why in (
             (b"", "Pillow finds no image"),
-            (b"something", "damaged, or not what its name says: Pillow finds no image"),
+            (b"something", "damaged, or in a format that is not read: Pillow finds no image"),
             (image(8, 8, "EPS"), "Pillow finds no image"),
             (saved(Image.new("I", (4, 4), 70000), "TIFF"), f"mode I: {GREYS}"),
             (saved(Image.new("F", (4, 4), 0.5), "TIFF"), f"mode F: {GREYS}"),
@@ -125,13 +126,13 @@ MEDIA = [
             (0, 7, "7 samples a second; from 1000 to 1000000 are read"),
         )
     ),
-    (with_media(wav=b""), "bad sound: sound 1: neither FLAC nor WAV, or damaged"),
+    (with_media(wav=b""), "bad sound: sound 1: damaged, or in a format that is not read"),
     (with_media(wav=sound(np.zeros(0))), "bad sound: sound 1: 0 samples, of 16000 a second, are"),
     (with_media(wav=sound(np.zeros(319))), "bad sound: sound 1: 319 samples, .* less than 320"),
     (with_media(wav=noise()[:-2]), f"bad sound: sound 1: {SHORT}"),
     (with_media(flac=noise(kind="FLAC")[:-200]), "bad sound: sound 1: "),
     (clip(image(32, 24), image(24, 32)), "bad video: video 1: 2 of 2 frames, of 2 sizes"),
-    (clip(PNG, b"nothing"), "bad video: video 1: frame 2: damaged, or not what its name says"),
+    (clip(PNG, b"nothing"), "bad video: video 1: frame 2: damaged, or in a format"),
     (with_media(mp4=b"\0\0\0\x20ftyp" + bytes(99)), "bad video: video 1: .*Invalid data found"),
     (with_media(mp4=mp4_without_video()), "bad video: video 1: an MP4 file without video"),
 ]

@@ -131,6 +131,9 @@ SOUNDS = {
     for rate, channels, kind, depth in (
         *product(RATES, (1, 2), ("WAV", "FLAC"), ["PCM_16"]),
         *((16000, 1, "WAV", depth) for depth in DEPTHS),
+        (44100, 2, "MP3", "MPEG_LAYER_III"),
+        (48000, 1, "OGG", "VORBIS"),
+        (16000, 1, "OGG", "OPUS"),
         (44100, 6, "WAVEX", "PCM_24"),
         (22050, 2, "FLAC", "PCM_24"),
         (8000, 1, "WAV", "ULAW"),

@@ -53,7 +53,7 @@ TURNS = {"0": 0, "90": 3, "180": 2, "270": 1}
 def check_image(path: Path, wanted: np.ndarray) -> None:
     """Check it whole, in a report and as a clip's frames, and that tiles are cut from it."""
     data = path.read_bytes()
-    assert np.array_equal(np.array(open_image(data)), wanted)
+    assert np.array_equal(np.array(open_image(data)[0]), wanted)
     pixels = torch.from_numpy(wanted).permute(2, 0, 1)
     (whole,) = READER.read([Medium(IMAGES, (data,))])
     assert whole.extent.size == GRIDS.size_of(*pixels.shape[1:])
@@ -153,7 +153,7 @@ def test_a_file_is_what_transformers_reads(name, tmp_path):
 
 def test_greys_of_16_bits_may_be_transparent_and_turned():
     deep = Image.fromarray(np.array([[0, 300, 600]], np.uint16))
-    found = open_image(oriented("PNG", 6, deep, transparency=300))
+    found, _ = open_image(oriented("PNG", 6, deep, transparency=300))
     assert np.array(found)[..., 0].tolist() == [[0], [255], [2]]
 
 

@@ -3,27 +3,26 @@
 """The survey of each shard is kept as it ends, and taken as long as nothing of it changes."""
 
 import io
-import itertools
 import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from examples.mimo.nemotron_vlm.data.sample import Text
 from examples.mimo.nemotron_vlm.energon import files
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder
-from examples.mimo.nemotron_vlm.energon.errors import BadImage
-from examples.mimo.nemotron_vlm.energon.images import decoded, open_image
+from examples.mimo.nemotron_vlm.energon.errors import BadMedium
+from examples.mimo.nemotron_vlm.energon.records import Medium
 from examples.mimo.nemotron_vlm.energon.store import DataSet
+from examples.mimo.nemotron_vlm.energon.videos import Extent
+from examples.mimo.nemotron_vlm.model.names import IMAGES
 from megatron.energon import BaseWebdatasetFactory
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
-    ShardReads,
+    GRIDS,
+    READER,
     damage_image,
     encoder,
     image,
@@ -64,18 +63,6 @@ def forget(path: Path) -> None:
     """Remove the surveys of whole data sets."""
     for file in (path / ".nv-meta").glob("survey-*"):
         file.unlink()
-
-
-def interrupted(samples: int) -> Callable:
-    """Return `Encoder.needed`, which is interrupted after some samples."""
-    needed, counted = Encoder.needed, itertools.count()
-
-    def counting(encoder: Encoder, text: Text) -> int:
-        if next(counted) == samples:
-            raise KeyboardInterrupt
-        return needed(encoder, text)
-
-    return counting
 
 
 def prepare(path: Path, shards: list[str]) -> None:
@@ -122,34 +109,19 @@ def test_a_shard_that_is_replaced_is_read_whatever_its_size_and_time(copied, rea
     assert source(copied).left_out("train") == {"bad image": 1}
 
 
-def test_what_is_unreadable_or_damaged_is_not_kept(copied, reads, monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda _: None)
-    failing = ShardReads(monkeypatch).failing
-    failing["train-0002.tar"] = 10**9
+def test_what_is_missing_or_damaged_is_not_kept(copied, reads):
     (copied / "train-0003.tar").rename(copied / "away")
     survey(copied, **ONE)
-    failing.clear()
     (copied / "away").rename(copied / "train-0003.tar")
     forget(copied)
     kept = sorted((copied / ".nv-meta" / "surveyed").iterdir())
-    assert len(kept) == 2
+    assert len(kept) == 3
     kept[0].write_bytes(kept[0].read_bytes()[:-30])
     reads.clear()
     survey(copied, **ONE)
-    assert len(again := shards_of(reads)) == 3 and "train-0002.tar" in again
+    assert len(again := shards_of(reads)) == 2 and "train-0003.tar" in again
     assert not source(copied).left_out("train")
-
-
-def test_one_that_is_made_again_reads_all_and_goes_on_if_it_is_killed(copied, reads, monkeypatch):
-    survey(copied, **ONE)
-    reads.clear()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Encoder, "needed", interrupted(40))
-        survey(copied, **ONE)
-    assert shards_of(reads) == ["train-0000.tar", "train-0001.tar"]
-    survey(copied, **ONE)
-    assert shards_of(reads) == ["train-0001.tar", "train-0002.tar", "train-0003.tar"]
-    survey(copied, **ONE)
+    survey(copied, **ONE, again=True)
     assert len(shards_of(reads)) == 4
 
 
@@ -209,19 +181,16 @@ def test_a_file_that_is_only_measured_is_as_good_or_bad_as_one_that_is_read(form
     pixels.convert(mode).save(file, "PNG" if form == "PNG" else "JPEG", **more)
     data = file.getvalue()
 
-    def measured(data: bytes) -> tuple[int, int]:
-        return decoded(data, small=True)[1]
-
-    def verdict(read, data: bytes) -> tuple[int, int] | str:
+    def verdict(data: bytes, whole: bool) -> Extent | str:
         try:
-            return read(data)
-        except BadImage as error:
+            return READER.read([Medium(IMAGES, (data,))], whole)[0].extent
+        except BadMedium as error:
             return str(error)
 
-    found = [verdict(measured, data)]
-    assert found == [(40, 70) if form == "turned" else (70, 40)]
+    found = [verdict(data, whole=False)]
+    assert found[0].size == GRIDS.size_of(*((70, 40) if form == "turned" else (40, 70)))
     for place in draw.integers(0, len(data), 200).tolist():
         for hurt in (data[:place], data[:place] + bytes([data[place] ^ 255]) + data[place + 1 :]):
-            found.append(verdict(measured, hurt))
-            assert found[-1] == verdict(lambda data: open_image(data).size, hurt)
+            found.append(verdict(hurt, whole=False))
+            assert found[-1] == verdict(hurt, whole=True)
     assert 200 <= sum(isinstance(each, str) for each in found) < 400
