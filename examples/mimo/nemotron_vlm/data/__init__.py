@@ -154,17 +154,16 @@ def make_encoder(args: Namespace, preset: VLMPreset) -> Encoder:
     from examples.mimo.nemotron_vlm.energon.conversation import Chat
     from examples.mimo.nemotron_vlm.energon.encoding import Encoder
     from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling
-    from examples.mimo.nemotron_vlm.energon.sounds import Listening
     from examples.mimo.nemotron_vlm.energon.videos import Watching
 
     entries = {each.name: each for each in preset.encoders}
     images, sound = preset.images, entries.get(SOUND)
     chat = Chat(args.tokenizer_model, args.image_token, sound is not None)
-    listening = Listening(sound.subsampling_factor) if sound else None
+    subsampling = sound.subsampling_factor if sound else None
     if not args.dynamic_resolution:
-        tiling = Tiling(images.tile, args.max_tiles, args.thumbnail)
-        return Encoder(chat, tiling, images.tokens_per_tile, args.prompt, listening)
+        tiling = Tiling(images.tile, args.max_tiles, args.thumbnail, images.tokens_per_tile)
+        return Encoder(chat, tiling, args.prompt, subsampling)
     watching = None
     if images.clips:
         watching = Watching(images.clips, args.video_frames, args.video_fps)
-    return Encoder(chat, Resizing(images.grids), 1, args.prompt, listening, watching)
+    return Encoder(chat, Resizing(images.grids), args.prompt, subsampling, watching)

@@ -108,8 +108,6 @@ class Rows:
 
     def window_of(self, row: int) -> tuple[int, int]:
         """Return the number of a packed row's window, and the number of rows before that window."""
-        if row < self._before[0]:
-            self._first, self._before = 0, [0]
         while self._before[-1] <= row:
             last = self._first + len(self._before) - 1
             self._before.append(self._before[-1] + len(self._packed(last)))

@@ -97,7 +97,7 @@ def describe(
         of = (f"{count} with {number}" for number, count in counts)
         kind = "tiles" if isinstance(encoder.images, Tiling) else "images"
         lines.append(f"  {kind:6}  {' · '.join(of)} · mean {inputs.mean():.2f}")
-        for kind, is_taken in ((VIDEO, encoder.video), (SOUND, encoder.sound)):
+        for kind, is_taken in ((VIDEO, encoder.video), (SOUND, encoder.subsampling)):
             if is_taken:
                 lines.append(f"  {kind:6}  {survey.count(chosen, kind)}")
         asked = np.bincount(survey.asked[chosen], minlength=len(MODES) + 1).tolist()

@@ -43,21 +43,19 @@ def advise(survey: Survey, encoder: Encoder, chosen: np.ndarray, packing: Packin
     is_image = survey.media["kind"] == KINDS.index(IMAGES)
     is_image &= np.repeat(np.isin(np.arange(len(count)), chosen), count)
     of = np.searchsorted(chosen, np.repeat(np.arange(len(count)), count)[is_image])
-    sizes = pixels.rows(survey.media["size"][is_image])
+    sizes = survey.media["size"][is_image]
     keeping = ""
     if len(sizes):
+        of_images = pixels.rows(sizes)
         if isinstance(pixels, Tiling):
-            option, most, a_row = "--max-tiles", pixels.max_tiles, 1
-            own = sizes - (pixels.thumbnail & (sizes > 1))
+            option, parts = "--max-tiles", sizes - (pixels.thumbnail & (sizes > 1))
         else:
-            option, grids = "--dynamic-resolution-max-patches", pixels.grids
-            most, a_row = grids.max_patches, grids.pixel_shuffle**2
-            own = survey.media["own"][is_image]  # the survey's own bound may have shrunk images
-        rows, kept = [[option, "images of full size", "99 % of samples have at most"]], {}
-        for bound in dict.fromkeys(_percentiles(np.minimum(own, most))):
-            kept[bound] = (own <= bound).mean()
-            largest = sizes[own <= bound].max(initial=bound // a_row)
-            saved = np.maximum(sizes - largest, 0) * encoder.tokens_per_tile
+            option = "--dynamic-resolution-max-patches"
+            parts = of_images * pixels.grids.pixel_shuffle**2
+        rows, kept = [[option, "images of surveyed size", "99 % of samples have at most"]], {}
+        for bound in dict.fromkeys(_percentiles(parts)):
+            kept[bound] = (parts <= bound).mean()
+            saved = np.maximum(of_images - of_images[parts <= bound].max(), 0)
             fewer = tokens - np.bincount(of, saved, len(tokens)).astype(np.int64)
             within = np.percentile(fewer, 99, method="higher")
             rows.append([str(bound), f"{kept[bound]:.1%}", f"{within} tokens"])

@@ -21,16 +21,17 @@ from examples.mimo.nemotron_vlm.energon.errors import (
 )
 from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling, open_image
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT, Medium, Record
-from examples.mimo.nemotron_vlm.energon.sounds import Listening
+from examples.mimo.nemotron_vlm.energon.sounds import read_sound
 from examples.mimo.nemotron_vlm.energon.videos import Extent, Watching
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
+from examples.mimo.nemotron_vlm.model.sound_lengths import rows_of
 
 
 class Read(NamedTuple):
     """An image, sound or clip that has been decoded.
 
     made: an image's tiles, uint8 [n, 3, tile, tile]; an image or a clip as `PatchGrids` and
-    `ClipGrids` cut them; or a sound as `Listening.read` returns it. None if only the extent was
+    `ClipGrids` cut them; or a sound as `read_sound` returns it. None if only the extent was
     asked for.
     """
 
@@ -48,16 +49,15 @@ def read_files(raw: Mapping[str, bytes], media: Sequence[Medium]) -> list[Medium
 class Encoder:
     """Encodes samples as tokens, tiles and clips; nothing in it depends on the sequence length.
 
-    images: how each image of a sample is prepared, on its own. tokens_per_tile: image tokens of a
-    tile; 1 for whole images. prompt: question for samples that have only a caption. sound, video:
-    how sounds and clips are prepared; None for a model that encodes none.
+    images: how each image of a sample is prepared, on its own. prompt: question for samples that
+    have only a caption. subsampling: log-mel frames that become a row of a sound; video: how clips
+    are prepared; both None for a model that encodes none.
     """
 
     chat: Chat
     images: Tiling | Resizing
-    tokens_per_tile: int
     prompt: str = DEFAULT_PROMPT
-    sound: Listening | None = None
+    subsampling: int | None = None
     video: Watching | None = None
 
     @property
@@ -66,9 +66,8 @@ class Encoder:
         return {
             "chat": self.chat.fingerprint,
             **asdict(self.images),
-            "tokens_per_tile": self.tokens_per_tile,
             "prompt": self.prompt,
-            "sound": self.sound and asdict(self.sound),
+            "sound": self.subsampling,
             "video": self.video and asdict(self.video),
         }
 
@@ -136,12 +135,12 @@ class Encoder:
         for kind, extent in zip(kinds, extents, strict=True):
             size = np.array([extent.size], np.int64)
             if kind == SOUND:
-                runs[SOUND] += self.sound.rows(size).tolist()
+                runs[SOUND] += rows_of(size, self.subsampling).tolist()
             elif kind == VIDEO:
                 labels.append(self.video.labels(extent))
                 runs[IMAGES] += self.images.rows(size).tolist() * len(labels[-1])
             else:
-                runs[IMAGES] += (self.images.rows(size) * self.tokens_per_tile).tolist()
+                runs[IMAGES] += self.images.rows(size).tolist()
         return runs, labels
 
     def _repeats(self, ids: np.ndarray, runs: Mapping[str, Sequence[int]]) -> np.ndarray:
@@ -186,9 +185,9 @@ class Encoder:
 
     def _read(self, file: Medium, whole: bool = True) -> tuple[Extent, torch.Tensor | None]:
         if file.kind == SOUND:
-            if self.sound is None:
+            if self.subsampling is None:
                 raise BadMedium("the model has no encoder of sound")
-            sound = self.sound.read(*file.files)
+            sound = read_sound(*file.files)
             return Extent(len(sound)), sound
         if file.kind == VIDEO:
             if self.video is None:
@@ -197,5 +196,5 @@ class Encoder:
                 return self.video.read(file.files, file.fps)
             return self.video.frames_of(file.files, file.fps)[0], None
         image, size = open_image(*file.files, small=not whole)
-        extent = Extent(self.images.size_of(*size), own=self.images.own_patches(*size))
+        extent = Extent(self.images.size_of(*size))
         return extent, self.images.cut(image) if whole else None

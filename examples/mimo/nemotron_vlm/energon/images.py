@@ -11,7 +11,6 @@ image's size alone.
 """
 
 import io
-import math
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
@@ -43,12 +42,13 @@ class Tiling:
 
     tile: height and width of a tile in pixels. max_tiles: tiles that an image's grid may have, the
     thumbnail not counted. thumbnail: whether the whole image follows as one more tile if the grid
-    has several.
+    has several. tokens: image tokens of a tile.
     """
 
     tile: int
     max_tiles: int = 12
     thumbnail: bool = True
+    tokens: int = 1
 
     def __post_init__(self) -> None:
         if self.max_tiles < 1:
@@ -75,13 +75,9 @@ class Tiling:
         small = np.array(image.resize((size, size), Image.Resampling.BICUBIC))
         return torch.cat([tiles, torch.from_numpy(small).permute(2, 0, 1)[None]])
 
-    def own_patches(self, width: int, height: int) -> int:
-        """Return 0: tiles have no size of their own."""
-        return 0
-
     def rows(self, sizes: np.ndarray) -> np.ndarray:
-        """Return the tiles of images, each of which becomes ``tokens_per_tile`` tokens."""
-        return sizes
+        """Return the tokens that images of some sizes become."""
+        return sizes * self.tokens
 
     def join(self, images: list[torch.Tensor]) -> torch.Tensor:
         """Return the inputs of a sample: the tiles of all images, uint8 [n, 3, tile, tile]."""
@@ -104,16 +100,12 @@ class Resizing:
             raise BadMedium(f"{width} × {height} pixels are too long a strip")
         return self.grids.size_of(height, width)
 
-    def own_patches(self, width: int, height: int) -> int:
-        """Return the patches of an image at its own size, whatever the bounds."""
-        return math.prod(self.grids.own_grid(height, width))
-
     def cut(self, image: Image.Image) -> torch.Tensor:
         """Return the patches of an image, as `PatchGrids.cut` does."""
         return self.grids.cut(torch.from_numpy(np.array(image)).permute(2, 0, 1))
 
     def rows(self, sizes: np.ndarray) -> np.ndarray:
-        """Return the rows that images become, each of which is a token."""
+        """Return the tokens that images of some sizes become."""
         return self.grids.rows(sizes)
 
     def join(self, images: list[torch.Tensor]) -> list[torch.Tensor]:

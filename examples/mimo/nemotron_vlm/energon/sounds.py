@@ -3,13 +3,12 @@
 """Sound files as mono waveforms of the encoder's sampling rate."""
 
 import io
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from examples.mimo.nemotron_vlm.energon.errors import BadMedium, MissingPackage
-from examples.mimo.nemotron_vlm.model.sound_lengths import SAMPLING_RATE, SHORTEST, rows_of
+from examples.mimo.nemotron_vlm.model.sound_lengths import SAMPLING_RATE, SHORTEST
 
 RATES = range(1000, 1_000_001)
 """Samples in a second that a file may have."""
@@ -18,57 +17,42 @@ LOUDEST = 16
 """Largest sample: files of floats may exceed the full scale, 1, but not by more than 24 dB."""
 
 
-@dataclass(frozen=True)
-class Listening:
-    """Settings of how files become sounds.
+def read_sound(data: bytes) -> torch.Tensor:
+    """Return the mean over channels, from -1 to 1, at the encoder's rate: float32 [samples].
 
-    subsampling: log-mel frames that become a row.
+    It is read and resampled as by transformers' ``load_audio`` with soundfile and soxr.
+
+    Raises:
+        BadMedium: the file is damaged, of another format, or too short; its rate is none of
+            `RATES`; or a sample is no number, or above `LOUDEST`.
+        MissingPackage: soundfile or soxr is not installed.
     """
-
-    subsampling: int
-
-    def read(self, data: bytes) -> torch.Tensor:
-        """Return the mean over channels, from -1 to 1, at the encoder's rate: float32 [samples].
-
-        It is read and resampled as by transformers' ``load_audio`` with soundfile and soxr.
-
-        Raises:
-            BadMedium: the file is damaged, of another format, or too short; its rate is none of
-                `RATES`; or a sample is no number, or above `LOUDEST`.
-            MissingPackage: soundfile or soxr is not installed.
-        """
-        try:
-            import soundfile
-            import soxr
-        except (ImportError, OSError) as error:  # OSError: without its library in C
-            raise MissingPackage("sound needs soundfile, soxr: pip install '.[sound]'") from error
-        try:
-            with soundfile.SoundFile(io.BytesIO(data)) as file:
-                rate, count = file.samplerate, file.frames
-                samples = file.read(dtype="float32", always_2d=True).T
-        except soundfile.LibsndfileError as error:
-            line = f"damaged, or in a format that is not read: {error.error_string}"
-            raise BadMedium(line) from error
-        if samples.shape[1] < count or _is_cut_short(data):
-            raise BadMedium("damaged: the file is shorter than its header says")
-        if rate not in RATES:
-            raise BadMedium(f"{rate} samples a second; from {RATES[0]} to {RATES[-1]} are read")
-        size = -(-samples.shape[1] * SAMPLING_RATE // rate)
-        if size < SHORTEST:
-            raise BadMedium(
-                f"{size} samples, of {SAMPLING_RATE} a second, are less than {SHORTEST}"
-            )
-        if not (peak := np.abs(samples).max()) <= LOUDEST:  # nor is NaN
-            raise BadMedium(f"a sample of {peak:g}: they are from -1 to 1, {LOUDEST} at most")
-        sound = samples.mean(axis=0) if len(samples) > 1 else samples[0]
-        if rate != SAMPLING_RATE:
-            sound = soxr.resample(sound, rate, SAMPLING_RATE, quality="soxr_hq")
-            sound = np.pad(sound, (0, max(0, size - len(sound))))[:size]
-        return torch.from_numpy(np.ascontiguousarray(sound))
-
-    def rows(self, sizes: np.ndarray) -> np.ndarray:
-        """Return the rows that sounds become, each of which is a token."""
-        return rows_of(sizes, self.subsampling)
+    try:
+        import soundfile
+        import soxr
+    except (ImportError, OSError) as error:  # OSError: without its library in C
+        raise MissingPackage("sound needs soundfile, soxr: pip install '.[sound]'") from error
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            rate, count = file.samplerate, file.frames
+            samples = file.read(dtype="float32", always_2d=True).T
+    except soundfile.LibsndfileError as error:
+        line = f"damaged, or in a format that is not read: {error.error_string}"
+        raise BadMedium(line) from error
+    if samples.shape[1] < count or _is_cut_short(data):
+        raise BadMedium("damaged: the file is shorter than its header says")
+    if rate not in RATES:
+        raise BadMedium(f"{rate} samples a second; from {RATES[0]} to {RATES[-1]} are read")
+    size = -(-samples.shape[1] * SAMPLING_RATE // rate)
+    if size < SHORTEST:
+        raise BadMedium(f"{size} samples, of {SAMPLING_RATE} a second, are less than {SHORTEST}")
+    if not (peak := np.abs(samples).max()) <= LOUDEST:  # nor is NaN
+        raise BadMedium(f"a sample of {peak:g}: they are from -1 to 1, {LOUDEST} at most")
+    sound = samples.mean(axis=0) if len(samples) > 1 else samples[0]
+    if rate != SAMPLING_RATE:
+        sound = soxr.resample(sound, rate, SAMPLING_RATE, quality="soxr_hq")
+        sound = np.pad(sound, (0, max(0, size - len(sound))))[:size]
+    return torch.from_numpy(np.ascontiguousarray(sound))
 
 
 def _is_cut_short(data: bytes) -> bool:

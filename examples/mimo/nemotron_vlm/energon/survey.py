@@ -47,8 +47,8 @@ STATES = ("good", "unreadable shard", "bad text", "bad image", "bad sound", "bad
 STATES += (Excluded.kind, "too long")
 """Names of the states; a survey does not depend on the sequence length, and has no 'too long'."""
 KINDS = tuple(PLACEHOLDERS)
-MEDIA = [("kind", "i1"), ("size", "i8"), ("frames", "i4"), ("fps", "f8"), ("own", "i8")]
-MEDIA = np.dtype([*MEDIA, ("sum", "i4")])
+MEDIA = [("kind", "i1"), ("size", "i8"), ("frames", "i4"), ("fps", "f8"), ("sum", "i4")]
+MEDIA = np.dtype(MEDIA)
 GOOD, TOO_LONG = map(STATES.index, ("good", "too long"))
 UNITS = "surveyed"
 """Folder, beside surveys, of the files of their units."""
@@ -118,15 +118,14 @@ class Survey:
         ends = own[self.media_ends]
         return int(np.diff(ends, prepend=0)[indices].sum())
 
-    def states(self, seq_length: int, cut: bool = False, part: slice = slice(None)) -> np.ndarray:
+    def states(self, seq_length: int, cut: bool = False) -> np.ndarray:
         """Return the states of samples, int32; those that need more tokens are too long.
 
         Args:
             cut: whether samples need only the tokens to which they may be cut.
-            part: the samples; all by default.
         """
         tokens = self.needed if cut else self.tokens
-        return np.where(tokens[part] > seq_length, TOO_LONG, self.state[part])
+        return np.where(tokens > seq_length, TOO_LONG, self.state)
 
 
 def checksum(contents: Iterable[bytes]) -> int:

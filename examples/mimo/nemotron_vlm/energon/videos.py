@@ -23,14 +23,12 @@ class Extent(NamedTuple):
     """The facts of an image, a sound or a clip that its text follows from.
 
     size: as the encoder's entry takes it. frames, fps: those of a clip's file in all and in a
-    second; 0 if not known. own: patches of an image at its own size, where images are encoded
-    whole.
+    second; 0 if not known.
     """
 
     size: int
     frames: int = 0
     fps: float = 0.0
-    own: int = 0
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,8 @@ class PatchGrids:
         they shrink or grow alike. A multiple of the pixel shuffle's factor is taken of each.
         """
         least, most = self.min_patches, self.max_patches
-        rows, columns = self.own_grid(height, width)
+        # Half a patch more, and round() takes the even one of two neighbours: as released.
+        rows, columns = (round(pixels / self.patch + 0.5) for pixels in (height, width))
         scale = min(1.0, math.sqrt(most / (rows * columns)))
         rows, columns = (max(1, math.floor(scale * side)) for side in (rows, columns))
         if rows * columns < least < most:
@@ -74,11 +75,6 @@ class PatchGrids:
             rows, columns = math.ceil(scale * rows), math.ceil(scale * columns)
         rows = self._multiple(rows, columns)
         return rows, self._multiple(columns, rows)
-
-    def own_grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return the rows and columns of patches of an image that is not resized to fit bounds."""
-        # Half a patch more, and round() takes the even one of two neighbours: as released.
-        return round(height / self.patch + 0.5), round(width / self.patch + 0.5)
 
     def _multiple(self, side: int, other: int) -> int:
         """Return the next multiple for one side of a grid, or the one before at ``max_patches``."""

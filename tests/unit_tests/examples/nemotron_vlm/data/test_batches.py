@@ -109,7 +109,6 @@ class TestRows:
             assert parts.samples(row, 9) == rows[row : row + 9]
             assert min(asked) == window * 20
             assert parts.window_of(row) == (window, before)
-            assert parts.samples(0, 9) == rows[:9]
 
 
 @st.composite

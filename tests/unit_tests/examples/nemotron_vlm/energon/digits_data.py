@@ -22,7 +22,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401 (r
 from examples.mimo.nemotron_vlm.energon.conversation import Chat
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling
-from examples.mimo.nemotron_vlm.energon.sounds import Listening
 from examples.mimo.nemotron_vlm.energon.source import EnergonSource
 from examples.mimo.nemotron_vlm.energon.store import open_split
 from examples.mimo.nemotron_vlm.energon.survey import make_survey
@@ -98,14 +97,13 @@ def shared_digits(samples: int) -> Iterator[Path]:
 
 def encoder(tokenizer: Path, **tiling) -> Encoder:
     """Make the encoder of the preset ``tiny``."""
-    return Encoder(Chat(tokenizer), Tiling(TILE, **tiling), TOKENS_PER_TILE)
+    return Encoder(Chat(tokenizer), Tiling(TILE, tokens=TOKENS_PER_TILE, **tiling))
 
 
 READER = Encoder(
     None,
     Resizing(GRIDS),
-    tokens_per_tile=1,
-    sound=Listening(tiny_omni().encoders[1].subsampling_factor),
+    subsampling=tiny_omni().encoders[1].subsampling_factor,
     video=Watching(CLIPS),
 )
 """Reads media as the preset ``tiny-omni`` does; it has no tokenizer, which texts alone need."""
@@ -113,7 +111,7 @@ READER = Encoder(
 
 def whole(tokenizer: Path, **bounds) -> Encoder:
     """Make the encoder of the preset ``tiny`` with images of any size."""
-    return Encoder(Chat(tokenizer), Resizing(replace(GRIDS, **bounds)), tokens_per_tile=1)
+    return Encoder(Chat(tokenizer), Resizing(replace(GRIDS, **bounds)))
 
 
 def omni(tokenizer: Path) -> Encoder:

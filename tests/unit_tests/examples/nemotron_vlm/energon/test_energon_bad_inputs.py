@@ -185,7 +185,7 @@ def test_a_survey_counts_what_a_library_raises(
 def test_strips_images_without_area_and_clips_of_unknown_speed_are_named(monkeypatch):
     resizing = Resizing(replace(GRIDS, max_patches=10**6))
     with pytest.raises(BadMedium, match="image 1: 4 × 200000 pixels are too long a strip"):
-        Encoder(None, resizing, 1).read([Medium(IMAGES, (image(4, 200000),))])
+        Encoder(None, resizing).read([Medium(IMAGES, (image(4, 200000),))])
     with pytest.raises(BadMedium, match='needs "fps" in its json'):
         Watching(CLIPS, fps=2.0).read((PNG, PNG), 0.0)
     monkeypatch.setattr(images.Image, "open", lambda *_, **__: images.Image.new("RGB", (0, 7)))

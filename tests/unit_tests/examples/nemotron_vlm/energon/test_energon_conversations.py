@@ -179,7 +179,7 @@ def test_without_a_template_a_plain_one_is_taken(tmp_path):
 def ways(chat: Chat, messages: list[dict], **more) -> int:
     """Return which of the template's prompts asks for the last answer."""
     record = record_of({"messages": messages, **more})
-    encoder = Encoder(chat, Tiling(16), tokens_per_tile=4)
+    encoder = Encoder(chat, Tiling(16, tokens=4))
     return encoder.asked(record, [], encoder.text(record, []))
 
 

@@ -90,7 +90,7 @@ def test_its_commands_make_a_data_set_and_a_blend(folder, monkeypatch):
     assert "train: 58 samples in 1 shards, 58 good, 19 of them text only" in printed
     printed = run(block("bash", "digits/tokenizer --dynamic-resolution"))
     assert "39 with 1 · mean 0.67" in printed
-    assert "recommended: --seq-length 32 --dynamic-resolution-max-patches 96, " in printed
+    assert "recommended: --seq-length 32 --dynamic-resolution-max-patches 104, " in printed
     tokenizer = Path("build/digits/tokenizer")
     assert source(Path("build/photos"), tokenizer, encoder=whole(tokenizer))
     Path("build/blend.yaml").write_text(block("yaml", "MetadatasetV2"))

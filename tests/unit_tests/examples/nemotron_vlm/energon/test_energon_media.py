@@ -30,6 +30,7 @@ from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.errors import MissingPackage
 from examples.mimo.nemotron_vlm.energon.images import Tiling, open_image
 from examples.mimo.nemotron_vlm.energon.records import Medium
+from examples.mimo.nemotron_vlm.energon.sounds import read_sound
 from examples.mimo.nemotron_vlm.energon.videos import Watching
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b
@@ -59,7 +60,7 @@ def check_image(path: Path, wanted: np.ndarray) -> None:
     assert whole.extent.size == GRIDS.size_of(*pixels.shape[1:])
     assert whole.made.equal(GRIDS.cut(pixels))
     tiling = Tiling(16)
-    (tiles,) = Encoder(None, tiling, 4).read([Medium(IMAGES, (data,))])
+    (tiles,) = Encoder(None, tiling).read([Medium(IMAGES, (data,))])
     assert tiles.made.equal(tiling.cut(Image.fromarray(wanted)))
     assert len(tiles.made) == tiling.size_of(*pixels.shape[:0:-1])
     for frame in READER.video.frames_of((data, data), 0.0)[1]:
@@ -165,10 +166,10 @@ def test_a_clip_with_a_matrix_of_zeros_stays_as_it_is():
 def test_sounds_may_be_louder_than_the_full_scale_or_come_from_a_pipe():
     """A file from a pipe has no length."""
     loud = sound(np.linspace(-4, 4, 999), depth="FLOAT")
-    assert READER.sound.read(loud).abs().max() == 4
+    assert read_sound(loud).abs().max() == 4
     whole = noise()
     endless = whole[:4] + b"\xff" * 4 + whole[8:40] + b"\xff" * 4 + whole[44:]
-    assert READER.sound.read(endless).equal(READER.sound.read(whole))
+    assert read_sound(endless).equal(read_sound(whole))
 
 
 def test_mp4_needs_a_package(monkeypatch):

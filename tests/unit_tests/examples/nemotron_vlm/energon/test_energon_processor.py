@@ -130,8 +130,8 @@ def test_ids_are_the_released_processors(tmp_path, monkeypatch, name, fps):
     named = {name: MediaFile(name) for name in files}
     named["json"] = {"messages": messages, "fps": fps, "tools": tools}
     record = read_record(CrudeSample(named), "")
-    more = {"sound": READER.sound, "video": Watching(CLIPS, frames=3)}
-    encoder = Encoder(Chat(tmp_path, sound=True), Resizing(GRIDS), 1, **more)
+    more = {"subsampling": READER.subsampling, "video": Watching(CLIPS, frames=3)}
+    encoder = Encoder(Chat(tmp_path, sound=True), Resizing(GRIDS), **more)
     media = encoder.read(read_files(files, record.media))
     found = encoder.text(record, [each.extent for each in media])
     assert [*found.input_ids.tolist(), int(found.labels[-1])] == wanted
