@@ -80,7 +80,7 @@ def indexed(path: Path, samples: int) -> dict[str, float]:
     records = Survey(*np.load(path, mmap_mode="r"), np.zeros(0, MEDIA), "hash", None)
     pairs = [(SimpleNamespace(subset=range(samples), weight=None, path="data"), records)]
     tracemalloc.start()
-    seconds, stream = timed(lambda: Stream(pairs, "single", SEQ_LENGTH, (0, "train"), False))
+    seconds, stream = timed(lambda: Stream(pairs, False, SEQ_LENGTH, (0, "train"), False))
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     row = int(table[1][table[1] <= SEQ_LENGTH].sum()) // SEQ_LENGTH // 2  # in mid-epoch

@@ -6,7 +6,6 @@ No state is kept, so any rank, worker or resumed run finds the same sample under
 """
 
 import hashlib
-from typing import Literal
 
 import numpy as np
 
@@ -20,9 +19,9 @@ class Order:
     """The order of the samples of several data sets.
 
     Args:
-        mode: 'weights': each data set has its share of the samples, in epochs of its own; else an
+        by_weight: whether each data set has its share of the samples, in epochs of its own; else an
             epoch has the samples of each data set ``weights`` times, all shuffled.
-        weights: see ``mode``; None counts as 1.
+        weights: see ``by_weight``; None counts as 1.
         seed: any object with a stable ``repr``; different seeds give different orders.
 
     Raises:
@@ -33,7 +32,7 @@ class Order:
     def __init__(
         self,
         sizes: list[int],
-        mode: Literal["single", "weights", "repetitions"],
+        by_weight: bool,
         weights: list[float | None],
         seed: object,
     ) -> None:
@@ -42,7 +41,7 @@ class Order:
         self._sizes = np.array(sizes, np.int64)
         digest = hashlib.sha256(repr(seed).encode()).digest()
         self._key = np.frombuffer(digest[:8], "<u8")
-        if mode == "weights":
+        if by_weight:
             self.shares, self._dataset, self._rank = blend(weights)
             self.epoch_size = None
             return

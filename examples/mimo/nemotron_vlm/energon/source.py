@@ -204,7 +204,7 @@ class EnergonSource(SampleSource):
                     )
             pairs = list(zip(opened.datasets, surveys, strict=True))
             cut = self._long_samples == "cut"
-            stream = Stream(pairs, opened.mode, self._seq_length, (self._seed, split), cut)
+            stream = Stream(pairs, opened.by_weight, self._seq_length, (self._seed, split), cut)
             left, long = stream.left_out, stream.left_out[STATES[TOO_LONG]]
             if self._bad_samples == "refuse":
                 self._refuse(opened.part, pairs, left.total() - left[Excluded.kind] - long, "bad")

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from examples.mimo.nemotron_vlm.energon.errors import (
     BadConversation,
@@ -52,12 +52,6 @@ PAUSES_S = (1, 2, 4, 8, 16, 32)
 
 logger = logging.getLogger(__name__)
 
-Mode = Literal["single", "weights", "repetitions"]
-MODES: dict[DatasetBlendMode, Mode] = {
-    DatasetBlendMode.NONE: "single",
-    DatasetBlendMode.DATASET_WEIGHT: "weights",
-    DatasetBlendMode.SAMPLE_REPETITIONS: "repetitions",
-}
 PARTS = {"train": ("train",), "test": ("val", "test")}
 """Energon's names for each split; the first part that the data has is taken."""
 
@@ -218,9 +212,9 @@ class DataSet:
 
 
 class Split(NamedTuple):
-    """A split: how its data sets share the samples, the data sets, and energon's name for it."""
+    """A split: its data sets, whether they share samples by weight, and energon's name for it."""
 
-    mode: Mode
+    by_weight: bool
     datasets: list[DataSet]
     part: str
 
@@ -245,7 +239,7 @@ def open_split(path: str | Path, split: str) -> Split:
 
     if files.are_files(path):
         records = files.FileSet(path, split)
-        return Split("single", [records], records.part)
+        return Split(False, [records], records.part)
     if path.is_dir() and not check_dataset_info_present(EPath(path)):
         if not any(path.rglob("*.tar")):
             raise ValueError(f"{path}: no shards there (*.tar)")
@@ -263,13 +257,12 @@ def open_split(path: str | Path, split: str) -> Split:
                 continue
             if any(entry.aux for entry in loaded.datasets):
                 raise ValueError("auxiliary data sets are not read")
-            datasets = []
+            datasets, by_weight = [], loaded.blend_mode is DatasetBlendMode.DATASET_WEIGHT
             for entry in loaded.datasets:
                 is_file = isinstance(entry.dataset, files.FileSet)
                 datasets.append(entry.dataset if is_file else DataSet(entry.dataset))
-                by_weight = entry.repetitions is None
                 datasets[-1].weight = entry.weight if by_weight else entry.repetitions
-            return Split(MODES[loaded.blend_mode], datasets, part)
+            return Split(by_weight, datasets, part)
     except Exception as error:  # energon asserts what the user got wrong
         line, kind = one_line(error), OSError if _may_pass(error) else ValueError
         raise kind(line if str(path) in line else f"{path}: {line}") from error

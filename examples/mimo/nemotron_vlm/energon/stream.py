@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from examples.mimo.nemotron_vlm.energon.order import Order
-from examples.mimo.nemotron_vlm.energon.store import DataSet, Mode
+from examples.mimo.nemotron_vlm.energon.store import DataSet
 from examples.mimo.nemotron_vlm.energon.survey import GOOD, STATES, Survey
 
 
@@ -27,14 +27,14 @@ class Stream:
     """The numbered samples of a split.
 
     Args:
-        mode, seed: see `Order`.
+        by_weight, seed: see `Order`.
         cut: whether longer ones are cut, as `Survey.states` says.
     """
 
     def __init__(
         self,
         pairs: list[tuple[DataSet, Survey]],
-        mode: Mode,
+        by_weight: bool,
         seq_length: int,
         seed: tuple[int, str],
         cut: bool,
@@ -61,12 +61,12 @@ class Stream:
             is_cut |= bool((survey.tokens[indices] > seq_length).any())
             self.datasets.append(Numbered(dataset, survey, indices))
         sizes = [len(each.indices) for each in self.datasets]
-        self.order = Order(sizes, mode, [dataset.weight for dataset, _ in pairs], seed)
+        self.order = Order(sizes, by_weight, [dataset.weight for dataset, _ in pairs], seed)
         blend = [
             [survey.fingerprint, dataset.weight, dataset.subset.start, dataset.subset.stop, size]
             for (dataset, survey), size in zip(pairs, sizes, strict=True)
         ]
-        depends = [mode, blend, seed, *([seq_length] if is_cut else [])]
+        depends = [by_weight, blend, seed, *([seq_length] if is_cut else [])]
         self.fingerprint = hashlib.sha256(json.dumps(depends).encode()).hexdigest()
 
     def _locate(self, number: int) -> tuple[DataSet, int, Survey]:

@@ -31,18 +31,18 @@ def epoch(order: Order, number: int) -> np.ndarray:
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 10**6))
 def test_an_epoch_has_every_sample_once(size, seed, number):
-    order = Order([size], "single", [None], seed)
+    order = Order([size], False, [None], seed)
     assert np.array_equal(np.sort(epoch(order, number)), np.arange(size))
 
 
 def test_epochs_and_seeds_have_orders_of_their_own_which_do_not_change():
     """A resumed run must find the order of the version that began it."""
-    first, second = (Order([500], "single", [None], seed) for seed in (1, 2))
+    first, second = (Order([500], False, [None], seed) for seed in (1, 2))
     orders = [epoch(first, 0), epoch(first, 1), epoch(second, 0), np.arange(500)]
     for place, one in enumerate(orders):
         for other in orders[:place]:
             assert (one == other).mean() < 0.02
-    assert epoch(Order([12], "single", [None], (0, "train")), 0).tolist() == [
+    assert epoch(Order([12], False, [None], (0, "train")), 0).tolist() == [
         11, 7, 0, 8, 3, 10, 2, 1, 9, 5, 6, 4,
     ]  # fmt: skip
 
@@ -60,7 +60,7 @@ def test_any_beginning_of_a_blend_has_each_share_within_one_sample(weights):
 
 def test_each_data_set_goes_through_its_own_epochs():
     assert blend([0.7, 0.3])[0].tolist() == [7, 3], "simple weights are exact"
-    order = Order([10, 4], "weights", [3.0, 1.0], 0)
+    order = Order([10, 4], True, [3.0, 1.0], 0)
     assert order.epoch_size is None
     pieces = [order.locate(np.arange(i, i + 40)) for i in range(0, 400, 40)]
     dataset, sample = np.concatenate(pieces, axis=1)
@@ -71,7 +71,7 @@ def test_each_data_set_goes_through_its_own_epochs():
 
 
 def test_an_epoch_repeats_each_data_set_as_often_as_asked():
-    order = Order([6, 4], "repetitions", [2, 1.5], 0)
+    order = Order([6, 4], False, [2, 1.5], 0)
     assert order.epoch_size == 18
     dataset, sample = order.locate(np.arange(2 * 18))
     assert np.bincount(sample[dataset == 0]).tolist() == [4] * 6
@@ -79,16 +79,16 @@ def test_an_epoch_repeats_each_data_set_as_often_as_asked():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "mode", "weights", "text"),
+    ("sizes", "by_weight", "weights", "text"),
     [
-        ([6, 4], "weights", [1.0, 0.0], "must be positive"),
-        ([6, 4], "repetitions", [1, 0.1], "less than one"),
-        ([3, 0], "weights", [1.0, 1.0], "each must have one"),
+        ([6, 4], True, [1.0, 0.0], "must be positive"),
+        ([6, 4], False, [1, 0.1], "less than one"),
+        ([3, 0], True, [1.0, 1.0], "each must have one"),
     ],
 )
-def test_what_gives_no_sample_is_refused(sizes, mode, weights, text):
+def test_what_gives_no_sample_is_refused(sizes, by_weight, weights, text):
     with pytest.raises(ValueError, match=text):
-        Order(sizes, mode, weights, 0)
+        Order(sizes, by_weight, weights, 0)
 
 
 @settings(deadline=None, max_examples=40)
@@ -105,9 +105,9 @@ def test_numbers_skip_bad_and_long_samples_in_the_part_that_a_blend_takes(kinds,
     pairs = [(SimpleNamespace(subset=taken, weight=None, path="data"), survey)]
     if not good:
         with pytest.raises(ValueError, match=f"none of {len(taken)} samples of train"):
-            Stream(pairs, "single", 64, (0, "train"), False)
+            Stream(pairs, False, 64, (0, "train"), False)
         return
-    opened = Stream(pairs, "single", 64, (0, "train"), False)
+    opened = Stream(pairs, False, 64, (0, "train"), False)
     assert sorted(opened.locate(number)[1] for number in range(len(good))) == good
     assert opened.left_out.total() == len(taken) - len(good)
     assert opened.left_out["too long"] == sum(kinds[index] == 90 for index in taken)
@@ -127,7 +127,7 @@ class Records(SampleSource):
         self.rows = int(table[1][self.good].sum()) // SEQ_LENGTH
         survey = Survey(*table, np.zeros(0, MEDIA), "hash", None)
         pairs = [(SimpleNamespace(subset=range(records), weight=None, path="data"), survey)]
-        self.stream = Stream(pairs, "single", SEQ_LENGTH, (0, "train"), False)
+        self.stream = Stream(pairs, False, SEQ_LENGTH, (0, "train"), False)
 
     def costs(self, split, first, number):
         return self.stream.costs(np.arange(first, first + number))
@@ -165,8 +165,6 @@ def epoch_of_packed_runs(records: int, stops: int) -> int:
     for run, dp in zip(count(), cycle((1, 2, 3))):
         state.global_batch_size = more * (12, 18, 6, 12)[min(run, 3)]
         np.add.at(times, read(source, dp, state, source.rows // (12 * more * stops)), 1)
-        if run == 0:
-            state.window_start = (0, 0)  # as an earlier version saved
         if times[:size].all():
             break
     assert run >= stops // 2 and times.max() == 1
