@@ -96,7 +96,7 @@ def _questions(options: Namespace, files: list) -> Iterator[tuple]:
     from examples.mimo.common.errors import UserError
     from examples.mimo.nemotron_vlm.data import SUFFIXES
     from examples.mimo.nemotron_vlm.energon.encoding import read_files
-    from examples.mimo.nemotron_vlm.energon.files import RECORD, FileSet
+    from examples.mimo.nemotron_vlm.energon.files import FileSet
     from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT, ENTRIES
 
     file = options.questions
@@ -113,10 +113,11 @@ def _questions(options: Namespace, files: list) -> Iterator[tuple]:
     for index in records.subset:
         try:
             raw = records.raw(index)
-            content = raw[RECORD]
+            content = json.loads(raw["json"])
             for kind, (role, text) in ENTRIES.items():
                 if isinstance(content, dict) and isinstance(content.get(kind), list):
                     content[kind].append({role: "assistant", text: "-"})  # as in training
+            raw["json"] = json.dumps(content).encode()
             record = records.record(raw, DEFAULT_PROMPT)
         except ValueError as error:
             raise ValueError(f"{file.parent / records.name(index)}: {error}") from error

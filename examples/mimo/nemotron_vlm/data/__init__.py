@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.mock import MockStrips
-from examples.mimo.nemotron_vlm.data.own_source import build, imported, parameters_of
+from examples.mimo.nemotron_vlm.data.own_source import build, parameters_of
 from examples.mimo.nemotron_vlm.data.sample import DigitTask, SampleSource
 from examples.mimo.nemotron_vlm.data.whole_images import WholeImages, most_rows
 from examples.mimo.nemotron_vlm.model.names import SOUND
@@ -111,7 +112,8 @@ def digits_of_strip(text: str) -> int:
 
 def _imported(data: str) -> type[SampleSource]:
     try:
-        kind = imported(data.partition(":")[0])
+        module, _, name = data.partition(":")[0].rpartition(".")
+        kind = getattr(import_module(module), name)
         if not issubclass(kind, SampleSource):
             raise ValueError(f"{kind.__name__} is no subclass of SampleSource")
     except (ImportError, AttributeError, ValueError) as error:

@@ -4,7 +4,6 @@
 
 import inspect
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,16 +13,6 @@ from examples.mimo.nemotron_vlm.data.sample import SampleSource
 TRUTH = {"true": True, "false": False}
 READERS = {bool: TRUTH.__getitem__, int: int, float: float, Path: Path}
 """Readers of a parameter's text, by its type; other types take the text."""
-
-
-def imported(path: str) -> type[SampleSource]:
-    """Import the class ``module.Class``.
-
-    Raises:
-        ImportError, AttributeError, ValueError: there is none.
-    """
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)
 
 
 def parameters_of(kind: type[SampleSource]) -> Mapping[str, inspect.Parameter]:

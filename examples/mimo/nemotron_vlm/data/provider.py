@@ -134,20 +134,12 @@ class Loading:
         batches = _copied_ahead(batches) if on_gpu else map(on_device, batches)
         while True:
             started = time.perf_counter()
-            batch = read(next(batches))
+            batch = next(batches)
+            if isinstance(batch, str):
+                rank = dist.get_rank() if dist.is_initialized() else None
+                raise UserError(f"--data: {batch}", rank)
             self.waited_s += time.perf_counter() - started
             yield batch, batch.pop("step_work")
-
-
-def read(batch: Microbatch | str) -> Microbatch:
-    """Return what a `Reader` has read.
-
-    Raises:
-        UserError: the `Reader` could not read it; the message is the reader's.
-    """
-    if isinstance(batch, str):
-        raise UserError(f"--data: {batch}", dist.get_rank() if dist.is_initialized() else None)
-    return batch
 
 
 def _copied_ahead(batches: Iterator[Microbatch | str]) -> Iterator[Microbatch | str]:

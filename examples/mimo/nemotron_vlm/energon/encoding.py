@@ -176,7 +176,8 @@ class Encoder:
     ) -> torch.Tensor | list[torch.Tensor]:
         """Return an encoder's inputs: all tiles, uint8 [n, 3, tile, tile], or what `Read` has."""
         made = [each.made for each in media if each.kind in KINDS_OF[encoder]]
-        return self.images.join(made) if encoder == IMAGES else made
+        is_tiled = encoder == IMAGES and isinstance(self.images, Tiling)
+        return self.images.join(made) if is_tiled else made
 
     def count(self, media: Sequence[Read]) -> int:
         """Return the number of inputs of the encoder of images: tiles, or images and clips."""

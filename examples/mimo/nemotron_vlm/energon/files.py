@@ -13,20 +13,26 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from examples.mimo.nemotron_vlm.data import SUFFIXES
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation, Unreadable, one_line
 from examples.mimo.nemotron_vlm.energon.record_files import open_file
-from examples.mimo.nemotron_vlm.energon.records import ITEMS, SOURCES, kind_of, numerically
+from examples.mimo.nemotron_vlm.energon.records import (
+    ITEMS,
+    SOURCES,
+    decode_text,
+    kind_of,
+    numerically,
+)
 from examples.mimo.nemotron_vlm.energon.store import CONFIGURED, PARTS, DataSet, EmptySplit
 from examples.mimo.nemotron_vlm.energon.units import stamp
 from megatron.energon import CrudeSample
 from megatron.energon.dataset_config import load_config
 from megatron.energon.epathlib import EPath
-from megatron.energon.flavors.webdataset.structs import DatasetSubset
+from megatron.energon.flavors.webdataset.structs import DatasetSubset, ShardInfo
 from megatron.energon.metadataset.dataset_loader import DatasetLoader
 from megatron.energon.metadataset.loader_interface import (
     DatasetLoaderInterface,
@@ -47,16 +53,6 @@ CHUNK = 256
 
 UNNAMED = {"image": "png", "video": "mp4", "audio": "wav", "sound": "wav"}
 """Suffix in a sample of media that have no name; their bytes decide how they are read."""
-
-RECORD = "__record__"
-"""Key of a sample's decoded json beside its text."""
-
-
-class Chunk(NamedTuple):
-    """A range of records, used as energon's ``ShardInfo``."""
-
-    name: str
-    count: int
 
 
 class FileSet(DataSet):
@@ -87,7 +83,8 @@ class FileSet(DataSet):
         size = len(numbers)
         self.ends = [*range(0, size, CHUNK), size]
         counts = np.diff(self.ends).tolist()
-        self.shards = [Chunk(self._file.name, count) for count in counts]
+        info = {"name": self._file.name, "path": EPath(self._file)}
+        self.shards = [ShardInfo(**info, count=count) for count in counts]
         self.subset = range(size)
 
     def name(self, index: int) -> str:
@@ -117,7 +114,7 @@ class FileSet(DataSet):
         bytes_too = kinds is None or len(kinds) > 0
         try:
             text, record = self._records.read(int(self._numbers[index]), bytes_too)
-            whole: dict[str, Any] = {"__key__": self.name(index), "json": text, RECORD: record}
+            whole: dict[str, Any] = {"__key__": self.name(index), "json": text}
             for name, content in self._media(record, bytes_too):
                 read = kinds is None or kind_of(name) in kinds
                 whole[name] = b""
@@ -130,7 +127,7 @@ class FileSet(DataSet):
         return whole
 
     def _loaded(self, sample: dict[str, Any]) -> CrudeSample:
-        return CrudeSample(sample | {"json": sample[RECORD]})
+        return CrudeSample(decode_text(sample))
 
     def _media(self, record: Any, bytes_too: bool) -> Iterator[tuple[str, Path | bytes]]:
         """Yield each file of a record's media: a name as in a shard, and its path or content.

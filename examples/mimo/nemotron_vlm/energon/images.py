@@ -108,10 +108,6 @@ class Resizing:
         """Return the tokens that images of some sizes become."""
         return self.grids.rows(sizes)
 
-    def join(self, images: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the inputs of a sample: its images."""
-        return images
-
 
 def open_image(data: bytes, small: bool = False) -> tuple[Image.Image, tuple[int, int]]:
     """Return an image as a viewer shows it, in RGB: its first frame, upright, on white; and its

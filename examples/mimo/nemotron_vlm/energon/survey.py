@@ -50,6 +50,7 @@ KINDS = tuple(PLACEHOLDERS)
 MEDIA = [("kind", "i1"), ("size", "i8"), ("frames", "i4"), ("fps", "f8"), ("sum", "i4")]
 MEDIA = np.dtype(MEDIA)
 GOOD, TOO_LONG = map(STATES.index, ("good", "too long"))
+MEDIA_SUFFIX = ".media.npy"
 UNITS = "surveyed"
 """Folder, beside surveys, of the files of their units."""
 
@@ -172,7 +173,8 @@ def load_survey(dataset: DataSet, encoder: Encoder, folder: Path | None = None) 
         path = _path(dataset, encoder, folder)
         if not path.is_file():
             return None
-        rows, media = (np.load(file, mmap_mode="r") for file in (path, _media(path)))
+        rows = np.load(path, mmap_mode="r")
+        media = np.load(path.with_suffix(MEDIA_SUFFIX), mmap_mode="r")
         notes = path.with_suffix(".json")
         fingerprint = json.loads(notes.read_text())["fingerprint"]
     except (OSError, ValueError, KeyError) as error:
@@ -225,7 +227,7 @@ def make_survey(
     table[3] = np.cumsum(table[3])
     text = json.dumps(notes, indent=1).encode()
     write(path.with_suffix(".json"), lambda file: file.write(text))
-    write(_media(path), lambda file: np.save(file, np.concatenate(media)))
+    write(path.with_suffix(MEDIA_SUFFIX), lambda file: np.save(file, np.concatenate(media)))
     write(path, lambda file: np.save(file, table))  # if it is there, the survey is complete
 
 
@@ -297,7 +299,3 @@ def _path(dataset: DataSet, encoder: Encoder, folder: Path | None) -> Path:
     depends = json.dumps([FORMAT, encoder.settings, shards, dataset.configuration])
     name = hashlib.sha256(depends.encode()).hexdigest()[:16]
     return (folder or dataset.path / MAIN_FOLDER_NAME) / f"survey-{name}.npy"
-
-
-def _media(path: Path) -> Path:
-    return path.with_suffix(".media.npy")
