@@ -91,25 +91,6 @@ class TestRows:
         assert [row for at in range(0, 80, cut) for row in parts.samples(at, cut)][:80] == whole
         assert Rows(VariedSamples(), "train", 512, packing).samples(37, 9) == whole[37:46]
 
-    def test_rows_go_on_from_a_window_without_the_samples_before(self, monkeypatch):
-        packing, costs, asked = Packing(window=20, multiple=8), VariedSamples.costs, []
-        whole = Rows(VariedSamples(), "train", 512, packing)
-        rows = whole.samples(0, 500)
-
-        def noted(source, split, first, count):
-            asked.append(first)
-            return costs(source, split, first, count)
-
-        monkeypatch.setattr(VariedSamples, "costs", noted)
-        for row in (0, 1, 250, 480):
-            window, before = whole.window_of(row)
-            assert before <= row < before + 20
-            asked.clear()
-            parts = Rows(VariedSamples(), "train", 512, packing, start=(window, before))
-            assert parts.samples(row, 9) == rows[row : row + 9]
-            assert min(asked) == window * 20
-            assert parts.window_of(row) == (window, before)
-
 
 @st.composite
 def steps(draw):
