@@ -2,12 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules for Megatron's options in training programs of MIMO models."""
 
-from importlib.util import find_spec
+import re
+from argparse import SUPPRESS, ArgumentParser
 from signal import SIGTERM
-from typing import Any
 
-from examples.mimo.common.layout import option_of
-from examples.mimo.common.refused_options import DATA, GRAPHS, ONE_MODEL, WEIGHTS
 from examples.mimo.common.rules import (
     ENGINE,
     ON_ENGINE,
@@ -21,28 +19,103 @@ from examples.mimo.common.rules import (
 )
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
+ONE_MODEL = "it knows one model on one grid, and this one has a grid for each module"
+DATA = "--data gives the samples"
+GRAPHS = "only --cuda-graph-impl local captures layers of several modules"
+WEIGHTS = (
+    "initial weights follow from the seed and each parameter's name, so that no layout changes them"
+)
+
+WHEREVER_SET = {
+    ONE_MODEL: """
+        --use-megatron-fsdp --use-torch-fsdp2 --log-params-norm --qk-clip --log-max-attention-logit
+        --check-weight-hash-across-dp-replicas-interval --gpu-sniff-test-interval
+        --moe-use-upcycling --save-wgrads-interval --save-dgrads-interval --save-params-interval
+        --save-activations-interval --save-tokens-per-expert-interval --use-tp-pp-dp-mapping
+        --overlap-param-gather-with-optimizer-step --reuse-grad-buf-for-mxfp8-param-ag
+        --hybrid-context-parallel --hierarchical-context-parallel-sizes --tp-comm-overlap
+        --iterations-to-skip --result-rejected-tracker-filename --logits-save-dir --logits-load-dir
+        --dump-param-to-param-group-map --config-logger-dir --fsdp-manual-registration
+        --tp-only-amax-red""",
+    "--hybrid-layer-pattern gives the layers": """
+        --linear-attention-freq --experimental-attention-variant
+        --heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json""",
+    "no layer of a hybrid model reads it": """
+        --cpu-offloading-num-layers --apply-residual-connection-post-layernorm
+        --use-grouped-gemm-for-dense-mlp""",
+    "--recompute-granularity has taken its place": "--checkpoint-activations",
+    "it calls pretrain() again, before which groups are made; torchrun --max-restarts works": """
+        --inprocess-restart""",
+    "it asks a scheduler of NVIDIA's own cluster": "--adlr-autoresume",
+    "it looks for the layers of one model": """
+        --moe-expert-rank-capacity-factor --moe-paged-stash""",
+    "--optimizer-cpu-offload keeps Adam's state on the host, and steps on the GPU": """
+        --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads
+        --no-pin-cpu-params""",
+    "the norm of all modules' gradients is read on the host in each step": "--optimizer-cuda-graph",
+    "it exchanges tokens in Megatron's own TP group, not its module's": """
+        --use-grouped-gemm-for-shared-expert""",
+    "tensor parallelism brings sequence parallelism, which all-reduces no activations": """
+        --symmetric-ar-type""",
+    "process groups are made from the modules' grids": """
+        --nccl-communicator-config-path --use-sharp --sharp-enabled-group --lazy-mpu-init
+        --high-priority-stream-groups --create-all-gather-group --fake-process-group""",
+    WEIGHTS: """
+        --data-parallel-random-init --init-method-xavier-uniform --init-model-with-meta-device
+        --embedding-init-method-std --use-mup --fp8-param-gather --fp4-param-gather""",
+    "no layer here has latent keys and values": "--multi-latent-attention",
+    "it is another training loop": "--perform-rl-step --vision-pretraining",
+    DATA: """
+        --sft --data-path --train-data-path --mock-data --data-args-path --per-split-data-args-path
+        --valid-data-path --test-data-path --split --reset-position-ids --reset-attention-mask
+        --eod-mask-loss --dataloader-inter-document-masking --phase-transition-iterations
+        --decoder-seq-length --fim-data --save-tokenizer-assets""",
+    "no schedule of these modules does that work later": """
+        --overlap-moe-expert-parallel-comm --delay-wgrad-compute --defer-embedding-wgrad-compute""",
+    GRAPHS: "--enable-cuda-graph --external-cuda-graph",
+    "options come from the command line": """
+        --yaml-cfg --use-checkpoint-args --use-mp-args-from-checkpoint-args""",
+    "checkpoints are of one format, torch_dist": "--ckpt-convert-format",
+    "weights that the optimizer keeps are loaded with its state, or made of the model's": """
+        --load-main-params-from-ckpt""",
+    "a hybrid model does not scale its rotary embeddings": "--use-rope-scaling",
+    "it counts batches over groups that this model does not make": "--full-validation",
+    "--data has one held-out set": "--multiple-validation-sets",
+    "ranks exchange what they read in one module's groups": "--ckpt-fully-parallel-load",
+    "gradients are sums over tokens, divided once": "--ddp-average-in-collective",
+    "Megatron's loop reads --step-batch-size-schedule": "--rampup-batch-size",
+    "--transformer-impl chooses the layers": "--spec",
+    "--freeze names the parts": "--freeze-all-layers",
+    "gradients of all parts are clipped by one norm": "--mtp-detach-heads",
+    "a hybrid model has all layers of later tokens on its last stage": "--mtp-standalone --mtp-hsm",
+    "copies between checkpoints were dropped; --save-interval with --save-retain-interval keeps "
+    "the newest and every N-th checkpoint": """
+        --non-persistent-ckpt-type --non-persistent-save-interval --non-persistent-local-ckpt-dir
+        --non-persistent-global-ckpt-dir --replication --replication-jump""",
+    "--language vpp=… gives virtual stages": """
+        --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank""",
+}
+"""Options that are refused wherever they are set, by reason."""
+
+NEEDS_GPU = """
+    --async-save --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion
+    --use-precision-aware-optimizer --optimizer-cpu-offload --fine-grained-activation-offloading
+    --moe-shared-expert-overlap --record-memory-history --log-memory-to-tensorboard
+    --log-device-memory-used"""
+
+FAMILIES = [
+    *(refused(option, why) for why, names in WHEREVER_SET.items() for option in names.split()),
+    *map(on_cpu, NEEDS_GPU.split()),
+]
+"""Rules whose options a test walks by Megatron's parser, with a value of each."""
+
 POSITIONS = "a hybrid model has none, learned_absolute, rope and yarn"
-ADAM_TYPES = {"main_grads": "bf16", "main_params": "fp16", "exp_avg": "bf16", "exp_avg_sq": "bf16"}
-"""Numbers that only the precision-aware optimizer keeps in other types than fp32, and one such."""
 LOCAL = "--device cuda --transformer-impl local"
 WEIGHT_SHARDS = {
     "--tensor-parallel-num-weight-shards": "tensor_model_parallel_size",
     "--expert-tensor-parallel-num-weight-shards": "expert_tensor_parallel_size",
 }
 """Options that must have the value of an argument, which is their default."""
-
-
-def _only_predicts(run: Any) -> bool:
-    return bool(getattr(run.args, "dry_run", 0) or getattr(run.args, "plan", 0))
-
-
-def _without(options: str, package: str, what: str) -> Rule:
-    """Refuse options that need a package which is not installed here, unless nothing is run."""
-
-    def is_broken(run: Any) -> bool:
-        return has(run, options) and not _only_predicts(run) and find_spec(package) is None
-
-    return Rule(options, is_broken, f"{what} is not installed", example=None)
 
 
 OF_MEGATRON = [
@@ -69,22 +142,6 @@ OF_MEGATRON = [
         ),
         ENGINE,
         example="--cp-comm-type a2a",
-    ),
-    _without("--use-precision-aware-optimizer", "transformer_engine", "Transformer Engine"),
-    _without("--enable-ft-package", "nvidia_resiliency_ext", "nvidia-resiliency-ext"),
-    _without("--log-straggler with --device cuda", "pynvml", "nvidia-ml-py"),
-    _without("--wandb-project", "wandb", "wandb"),
-    *(
-        Rule(
-            f"{option_of(f'{name}_dtype')} other than fp32",
-            lambda r, name=name: (
-                not r.args.use_precision_aware_optimizer
-                and "32" not in str(getattr(r.args, f"{name}_dtype"))
-            ),
-            "it needs --use-precision-aware-optimizer",
-            example=f"{option_of(f'{name}_dtype')} {other}",
-        )
-        for name, other in ADAM_TYPES.items()
     ),
     refused(
         "--transformer-impl inference_optimized",
@@ -207,3 +264,31 @@ IN_OTHERS = [
     ),
 ]
 """Rules of other programs than pretrain_nemotron_vlm.py."""
+
+OTHER_PROGRAMS = {"rl", "biencoder", "vision", "Logits Distillation", "inference", "sft", "mla"}
+OTHER_PROGRAMS |= {"In-process restart", "data and dataloader", "tokenizer"}
+"""Groups of Megatron's parser whose options do nothing here, except those in `TAKEN`."""
+
+TAKEN = """--seq-length --num-workers --vocab-size --tokenizer-model
+    --cuda-graph-modules --cuda-graph-scope --rotary-scaling-factor --mscale --mscale-all-dim"""
+
+UNREAD = r"""--(en|de)coder-num-layers|--onnx-safe|--relative-attention-.*|--bert-no-binary-head|
+    --dist-ckpt-save-pre-mcore-014|--enable-msc|--exit-signal-handler-for-dataloader|--sgd-.*|
+    --muon-.*|--lion-.*|--.*fsdp.*|--(outer-dp|data-parallel)-sharding-strategy|
+    --no-gradient-reduce-div-fusion|--suggested-communication-unit-size|
+    --keep-fp8-transpose-cache|--enable-full-sharding-in-hsdp|--openai-gelu"""
+"""Patterns of more options that no code reads, or that only refused options need."""
+
+
+def idle_options(parser: ArgumentParser) -> dict[str, str]:
+    """Return the names of Megatron's options that would do nothing or are refused wherever they
+    are set, and why; the parser's help leaves them out."""
+    known, unread = parser._option_string_actions, re.compile(re.sub(r"\s", "", UNREAD))
+    groups = [group for group in parser._action_groups if group.title in OTHER_PROGRAMS]
+    found = {name for group in groups for a in group._group_actions for name in a.option_strings}
+    found |= {name for name in known if unread.fullmatch(name)}
+    why = dict.fromkeys(found - {*TAKEN.split()}, "nothing in this program reads it")
+    why |= {name: reason for reason, names in WHEREVER_SET.items() for name in names.split()}
+    for name in why.keys() & known.keys():
+        known[name].help = SUPPRESS
+    return why

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules that runs keep: what a rule is, the check, and rules of common forms."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from examples.mimo.common.errors import UserError
@@ -19,35 +19,31 @@ NAMES |= {"--apply-layernorm-1p": "layernorm_zero_centered_gamma"}
 class Rule(NamedTuple):
     """A rule that a run must keep.
 
-    title: the options that break it, as the refusal names them. is_broken: a condition on the run.
-    why: the reason. cure: what works, if it is more than to leave the options out. example: a
-    command line that breaks the rule; the title by default, None where only another machine can
-    break it.
+    title: the options that break it, as the refusal names them; empty if the condition returns the
+    whole refusal. is_broken: a condition on the run. why: the reason, with the values of arguments
+    whose names it has in braces. cure: what works, if it is more than to leave the options out.
+    example: a command line that breaks the rule; the title by default.
     """
 
     title: str
     is_broken: Callable[[Any], object]
-    why: str
+    why: str = ""
     cure: str = ""
-    example: str | None = ""
+    example: str = ""
 
 
-def refusals(run: Any, rules: Iterable[Rule]) -> Iterator[str]:
-    """Yield the refusals of the rules that a run breaks: the options, the reason and the cure.
+def check(run: Any, rules: Iterable[Rule]) -> None:
+    """Raise a `UserError` if a run breaks a rule: the options, the reason and the cure.
 
     Args:
         run: has ``args``, Megatron's arguments, and what else the rules look at.
     """
     for rule in rules:
-        if rule.is_broken(run):
+        if broken := rule.is_broken(run):
             cure = f"; {rule.cure}" if rule.cure else ""
-            yield f"{rule.title} is not taken here: {rule.why}{cure}"
-
-
-def check(found: Iterable[str]) -> None:
-    """Raise the first of the refusals as a `UserError`, if there is one."""
-    for refusal in found:
-        raise UserError(refusal)
+            why = rule.why.format_map(vars(run.args))
+            text = f"{rule.title} is not taken here: {why}{cure}"
+            raise UserError(text if rule.title else str(broken))
 
 
 def has(run: Any, options: str) -> bool:
@@ -68,7 +64,7 @@ def has(run: Any, options: str) -> bool:
     return all(map(is_met, options.split(" with ")))
 
 
-def refused(options: str, why: str, cure: str = "", example: str | None = "") -> Rule:
+def refused(options: str, why: str, cure: str = "", example: str = "") -> Rule:
     """Refuse options where `has` finds them."""
     return Rule(options, lambda r: has(r, options), why, cure, example)
 

@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader
 
 from examples.mimo.common.layout import SIZES, Batch, Layout, Layouts, option_of
 from examples.mimo.common.layout_rules import language_violation, size_violation, staged_pattern
-from examples.mimo.common.megatron_rules import IN_OTHERS, OF_MEGATRON
-from examples.mimo.common.refused_options import FAMILIES
-from examples.mimo.common.rules import check, refusals
+from examples.mimo.common.megatron_rules import FAMILIES, IN_OTHERS, OF_MEGATRON
+from examples.mimo.common.rules import check
 from examples.mimo.common.steps import Microbatch, data_provider, held_out_steps, training_steps
 from examples.mimo.model_providers import MimoProvider
 from examples.mimo.training.batch import move_batch_to_cuda
@@ -94,7 +93,7 @@ def take_sizes(args: argparse.Namespace) -> None:
     layouts = _layouts(args)
     on_gpus = argparse.Namespace(**vars(args) | {"device": "cuda"})
     run = SimpleNamespace(args=on_gpus, layouts=layouts)
-    check(refusals(run, [*FAMILIES, *OF_MEGATRON, *IN_OTHERS]))
+    check(run, [*FAMILIES, *OF_MEGATRON, *IN_OTHERS])
     encoder, language = layouts.encoder, layouts.language
     sizes = vars(args) | {
         name: getattr(args, name) or 0 for name in ("num_experts", "moe_ffn_hidden_size")

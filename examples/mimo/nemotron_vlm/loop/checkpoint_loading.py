@@ -31,7 +31,6 @@ from examples.mimo.nemotron_vlm.model.adapters import (
     base_and_counts,
     loading_base,
 )
-from examples.mimo.nemotron_vlm.options.value_rules import saves_into
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingException
 from megatron.core.dist_checkpointing.parallel_manifest import verify_manifest
@@ -200,6 +199,11 @@ def check_inputs(args: Namespace) -> None:
         path = getattr(args, name)
         if path and not saves_into(args, path) and not _tracker(path).is_file():
             raise UserError(f"{option_of(name)} {path}: no checkpoint there")
+
+
+def saves_into(args: Namespace, folder: str | None) -> bool:
+    """Return whether a folder is the one in which the run saves its checkpoints."""
+    return bool(folder and args.save) and Path(folder).resolve() == Path(args.save).resolve()
 
 
 def _tracker(directory: str) -> Path:

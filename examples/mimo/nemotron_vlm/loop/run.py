@@ -32,7 +32,11 @@ from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks
 from examples.mimo.nemotron_vlm.loop.asking import next_commands
 from examples.mimo.nemotron_vlm.loop.best import best_of
 from examples.mimo.nemotron_vlm.loop.builder import VLMBuildConfig
-from examples.mimo.nemotron_vlm.loop.checkpoint_loading import check_inputs, safe_loading
+from examples.mimo.nemotron_vlm.loop.checkpoint_loading import (
+    check_inputs,
+    safe_loading,
+    saves_into,
+)
 from examples.mimo.nemotron_vlm.loop.forward_step import answers, forward_step
 from examples.mimo.nemotron_vlm.loop.metrics import Record, observed
 from examples.mimo.nemotron_vlm.loop.outputs import (
@@ -48,7 +52,6 @@ from examples.mimo.nemotron_vlm.model.model import placed
 from examples.mimo.nemotron_vlm.options.command_line import read
 from examples.mimo.nemotron_vlm.options.own_options import HELP
 from examples.mimo.nemotron_vlm.options.run import Run
-from examples.mimo.nemotron_vlm.options.value_rules import saves_into
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.bridge.encoders_to_language import encoders_to_language
 from megatron.core.models.mimo.forward.flops import StepWork, note_work

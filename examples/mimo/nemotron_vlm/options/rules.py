@@ -2,20 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """All rules of ``pretrain_nemotron_vlm.py``, which are checked once a run."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from examples.mimo.common.layout import COLOCATED, TOKEN_MULTIPLE, Batch
+from examples.mimo.common.layout import TOKEN_MULTIPLE, Batch
 from examples.mimo.common.layout_rules import main_layers
-from examples.mimo.common.megatron_rules import OF_MEGATRON
-from examples.mimo.common.refused_options import FAMILIES
+from examples.mimo.common.megatron_rules import FAMILIES, OF_MEGATRON
 from examples.mimo.common.rules import (
     ON_ENGINE,
     Rule,
-    has,
     not_local,
-    refusals,
     refused,
     with_graphs,
 )
@@ -25,49 +21,20 @@ from examples.mimo.nemotron_vlm.options.derived import (
     lacking_for_flash,
     loads_amid_collectives,
 )
-from examples.mimo.nemotron_vlm.options.fp8_rules import of_fp8
 from examples.mimo.nemotron_vlm.options.layout_rules import ranks_of_modules, violation
-from examples.mimo.nemotron_vlm.options.value_rules import of_values
-from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
+from examples.mimo.nemotron_vlm.options.value_rules import OF_VALUES
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.transformer.enums import CudaGraphModule
 
-OWN_GROUP = "Megatron would recompute these layers in a TP group of its own, which is not made"
-FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 MTP = "--hybrid-layer-pattern MEM*/E*"
 ADAPTER_OPTIONS = (
     "--lora-alpha --lora-dropout --lora-rs --lora-target-modules --train-parts".split()
 )
 
 
-def _is_unaligned(run: Any) -> bool:
-    """Tell whether upstream's Mamba layer has rows that its kernel takes for one sample only."""
-    args, language = run.args, run.layouts.language
-    if "M" not in args.hybrid_layer_pattern or language.cp > 1:  # with CP these rows are copied
-        return False
-    heads, groups = args.mamba_num_heads, args.mamba_num_groups
-    row = heads + 2 * heads * args.mamba_head_dim + 2 * groups * args.mamba_state_dim
-    return row // max(1, language.tp) % 8 != 0
-
-
-def depths(run: Any) -> int:
-    """Return the number of later tokens that multi-token prediction predicts.
-
-    A pattern that cannot be read has none: Megatron's own checks refuse it.
-    """
-    try:
-        return parse_hybrid_pattern(run.asked.hybrid_layer_pattern).mtp_num_depths
-    except ValueError:
-        return 0
-
-
-def _in_8_bits(run: Any) -> bool:
-    """Return whether the language model's products are in 8 or 4 bits."""
-    parts = run.args.fp8_parts.split(",")
-    return bool(run.args.fp4 or (run.args.fp8 and (parts == [""] or "language" in parts)))
-
-
-def _captures_attention(args: Any) -> bool:
-    return not args.cuda_graph_modules or CudaGraphModule.attn in args.cuda_graph_modules
+def _depths(run: Any) -> int:
+    """Return the number of later tokens that multi-token prediction predicts."""
+    return run.asked.hybrid_layer_pattern.count(Symbols.MTP_SEPARATOR)
 
 
 OF_OWN_OPTIONS = [
@@ -108,18 +75,11 @@ OF_OWN_OPTIONS = [
         "add --bf16, or choose local",
         f"{ON_ENGINE} --language cp=2",
     ),
-    Rule(
-        "--mamba-num-heads that leave unaligned rows with --pack",
-        lambda r: r.args.pack and r.args.device == "cuda" and _is_unaligned(r),
-        "the kernel of the causal convolution needs (2 · heads · head dim + 2 · groups · state dim "
-        "+ heads) / tp to be a multiple of 8",
-        example=f"{ON_ENGINE} --bf16 --pack --mamba-num-heads 12",
-    ),
     not_local("--attention-dropout", "--attention-dropout 0.1"),
     Rule(
         "--num-layers or --mtp-num-layers of another number than --hybrid-layer-pattern",
         lambda r: (
-            r.asked.mtp_num_layers not in (None, depths(r))
+            r.asked.mtp_num_layers not in (None, _depths(r))
             or r.asked.num_layers
             not in (None, len(main_layers(r.args.hybrid_layer_pattern).replace("|", "")))
         ),
@@ -129,7 +89,7 @@ OF_OWN_OPTIONS = [
     Rule(
         "--hybrid-layer-pattern with multi-token prediction, tied embeddings and a pipeline",
         lambda r: (
-            depths(r)
+            _depths(r)
             and not r.args.untie_embeddings_and_output_weights
             and (r.layouts.non_colocated or r.layouts.language.pp > 1)
         ),
@@ -152,11 +112,6 @@ OF_OWN_OPTIONS = [
         "only a schedule of colocated modules runs encoders again",
         example="--placement non-colocated --recompute-encoder 2",
     ),
-    refused(
-        "--save-tokenizer-assets",
-        "no tokenizer is loaded, as the samples bring their ids",
-        example=None,
-    ),
 ]
 
 OF_GRAPHS = [
@@ -164,13 +119,19 @@ OF_GRAPHS = [
         "--pack and attention in --cuda-graph-modules, or context parallelism",
         "a graph has one shape, and packed rows differ in their samples",
         "--bf16 --pack --cuda-graph-modules attn mamba",
-        lambda r: r.args.pack and (r.layouts.language.cp > 1 or _captures_attention(r.args)),
+        lambda r: (
+            r.args.pack
+            and (
+                r.layouts.language.cp > 1
+                or CudaGraphModule.attn in (r.args.cuda_graph_modules or [CudaGraphModule.attn])
+            )
+        ),
     ),
     with_graphs(
         "--placement non-colocated or multi-token prediction",
         "it has not been shown to work",
         "--placement non-colocated",
-        lambda r: r.layouts.non_colocated or depths(r),
+        lambda r: r.layouts.non_colocated or _depths(r),
     ),
     with_graphs(
         "--lora-dropout with recomputation",
@@ -193,94 +154,100 @@ OF_GRAPHS = [
             and (r.args.overlap_grad_reduce or r.args.overlap_param_gather)
         ),
     ),
-    with_graphs(
-        "--recompute-modules moe in FP8",
-        OWN_GROUP,
-        f"{FP8} --recompute-granularity selective --recompute-modules moe",
-        lambda r: (
-            _in_8_bits(r)
-            and has(r, "--recompute-granularity selective")
-            and "moe" in (r.args.recompute_modules or ())
-        ),
-    ),
-    Rule(
-        "--recompute-granularity full with multi-token prediction in FP8",
-        lambda r: _in_8_bits(r) and r.args.recompute_granularity == "full" and depths(r),
-        OWN_GROUP,
-        example=f"{ON_ENGINE} {FP8} --recompute-granularity full {MTP}",
-    ),
 ]
 
-RULES = [*FAMILIES, *OF_MEGATRON, *OF_OWN_OPTIONS, *OF_GRAPHS]
-"""Rules that name the options which break them, in the order in which they are checked."""
 
-
-def of_run(run: Any) -> Iterator[str]:
-    """Yield the refusals of all rules, in the order in which they are checked.
-
-    The last ones need Megatron's derived values.
-    """
-    yield from refusals(run, RULES)
-    yield from of_values(run)
-    yield from of_layouts(run)
-    if run.failed:
-        yield str(run.failed)
-    yield from of_evaluation(run)
-    yield from of_fp8(run)
-
-
-def of_layouts(run: Any) -> Iterator[str]:
-    """Yield the refusals of layouts, and of options that the layouts do not take."""
-    args, language = run.args, run.layouts.language
-    for batch in run.batches:
-        if broken := _layouts_violation(run, batch):
-            yield broken
-    at_once, count = args.encoder_macro_batch, run.layouts.num_microbatches
-    if at_once > 1 and (run.layouts.non_colocated or language.pp > 1):
-        yield (
-            f"--encoder-macro-batch needs --placement {COLOCATED} and a language model with pp=1; "
-            "with a pipeline, all microbatches of a step are encoded at once"
-        )
-    if graphs_overlap(args, run.layouts, at_once):
-        yield (
-            f"--cuda-graph-impl local: --encoder-macro-batch {at_once} must divide "
-            f"the {count} microbatches of a step"
-        )
-    instances = run.asked.num_distributed_optimizer_instances
-    for layout in run.layouts.modules:
-        if layout.dp % instances or layout.expt_dp % instances:
-            yield (
-                f"--num-distributed-optimizer-instances {instances} must divide dp={layout.dp} and "
-                f"expt_dp={layout.expt_dp}, the replicas of experts, of {layout}"
-            )
-    if run.asked.pack and run.asked.sample_multiple % language.token_multiple:
-        yield (
-            f"--sample-multiple {run.asked.sample_multiple}: --language {language} needs a "
-            f"multiple of {language.token_multiple} ({TOKEN_MULTIPLE})"
-        )
-    if args.encoder_attention == "flash4" and (lacking := lacking_for_flash(args)):
-        yield f"--encoder-attention flash4 needs {lacking}; te does not"
-
-
-def of_evaluation(run: Any) -> Iterator[str]:
-    """Yield the refusals of evaluation's batches, by the rules that training's batches keep."""
-    args = run.args
-    if not args.eval_iters:
-        return
-    size, micro_size = args.eval_global_batch_size, args.eval_micro_batch_size
-    if args.pack and micro_size != 1:
-        yield "--pack makes one row a microbatch: --eval-micro-batch-size must be 1"
-    if args.cuda_graph_impl == "local" and micro_size > args.micro_batch_size:
-        yield (
-            f"--cuda-graph-impl local: --eval-micro-batch-size {micro_size} must be "
-            f"{args.micro_batch_size} or less, the size for which graphs have buffers"
-        )
-    if broken := _layouts_violation(run, Batch(size, micro_size, args.seq_length)):
-        yield f"--eval-global-batch-size {size}, --eval-micro-batch-size {micro_size}: {broken}"
-
-
-def _layouts_violation(run: Any, batch: Batch) -> str | None:
+def _of_batch(run: Any, batch: Batch) -> str | None:
     """Return the first rule that the layouts break with a batch, or None."""
     layouts, world_size = replace(run.layouts, batch=batch), run.args.world_size
     ranks = ranks_of_modules(*run.wanted, world_size, layouts.placement)
     return violation(layouts, ranks, run.preset)
+
+
+def _of_instances(run: Any) -> str | None:
+    instances = run.asked.num_distributed_optimizer_instances
+    for layout in run.layouts.modules:
+        if layout.dp % instances or layout.expt_dp % instances:
+            return (
+                f"--num-distributed-optimizer-instances {instances} must divide dp={layout.dp} and "
+                f"expt_dp={layout.expt_dp}, the replicas of experts, of {layout}"
+            )
+    return None
+
+
+def _of_flash(run: Any) -> str | None:
+    lacking = run.args.encoder_attention == "flash4" and lacking_for_flash(run.args)
+    return f"--encoder-attention flash4 needs {lacking}; te does not" if lacking else None
+
+
+def _of_evaluation(run: Any) -> str | None:
+    """Return the first rule that evaluation's batches break, of those of training's batches."""
+    args = run.args
+    if not args.eval_iters:
+        return None
+    size, micro_size = args.eval_global_batch_size, args.eval_micro_batch_size
+    broken = _of_batch(run, Batch(size, micro_size, args.seq_length))
+    if not broken:
+        return None
+    return f"--eval-global-batch-size {size}, --eval-micro-batch-size {micro_size}: {broken}"
+
+
+OF_LAYOUTS = [
+    Rule(
+        "",
+        lambda r: next(filter(None, (_of_batch(r, each) for each in r.batches)), None),
+        example="--global-batch-size 30",
+    ),
+    Rule(
+        "--encoder-macro-batch with --placement non-colocated or a pipeline",
+        lambda r: (
+            r.args.encoder_macro_batch > 1
+            and (r.layouts.non_colocated or r.layouts.language.pp > 1)
+        ),
+        "with a pipeline, all microbatches of a step are encoded at once",
+        example="--language pp=2 --encoder-macro-batch 2",
+    ),
+    with_graphs(
+        "--encoder-macro-batch that does not divide the microbatches of a step",
+        "the graphs of a smaller one would overwrite memory",
+        "--data mock --language dp=2 --global-batch-size 24 --encoder-macro-batch 2",
+        lambda r: graphs_overlap(r.args, r.layouts, r.args.encoder_macro_batch),
+    ),
+    Rule("", _of_instances, example="--num-distributed-optimizer-instances 2 --language tp=2"),
+    Rule(
+        "--sample-multiple",
+        lambda r: r.asked.pack and r.asked.sample_multiple % r.layouts.language.token_multiple,
+        f"{{sample_multiple}} does not go with --language {{language}}: take {TOKEN_MULTIPLE}",
+        example="--pack --seq-length 64 --sample-multiple 2 --language cp=2",
+    ),
+    Rule("", _of_flash, example="--encoder-attention flash4"),
+]
+
+OF_DERIVED = [
+    Rule("", lambda r: r.failed, example="--fp16 --bf16"),
+    Rule(
+        "--pack with a --micro-batch-size or --eval-micro-batch-size other than 1",
+        lambda r: (
+            r.args.pack
+            and (r.args.micro_batch_size, r.args.eval_iters and r.args.eval_micro_batch_size)
+            not in ((1, 0), (1, 1))
+        ),
+        "it makes one row a microbatch",
+        example="--pack --micro-batch-size 2",
+    ),
+    with_graphs(
+        "--eval-micro-batch-size above --micro-batch-size",
+        "graphs have buffers for one size",
+        "--data mock --micro-batch-size 4 --eval-micro-batch-size 8 --eval-iters 1",
+        lambda r: r.args.eval_iters and r.args.eval_micro_batch_size > r.args.micro_batch_size,
+    ),
+    Rule(
+        "",
+        _of_evaluation,
+        example="--language pp=2,vpp=2 --eval-iters 1 --eval-micro-batch-size 32",
+    ),
+]
+"""Rules for values that Megatron derives, which it does not where its own checks fail."""
+
+RULES = [*FAMILIES, *OF_MEGATRON, *OF_OWN_OPTIONS, *OF_GRAPHS, *OF_VALUES, *OF_LAYOUTS, *OF_DERIVED]
+"""All rules, in the order in which they are checked."""

@@ -21,9 +21,10 @@ from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options import derived
 from examples.mimo.nemotron_vlm.options.command_line import CommandLine, one_line, read
 from examples.mimo.nemotron_vlm.options.layout_rules import derive
-from examples.mimo.nemotron_vlm.options.rules import of_run
+from examples.mimo.nemotron_vlm.options.rules import RULES
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.training.arguments import validate_args
+from megatron.training.training import get_megatron_optimizer_config
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 
@@ -86,11 +87,13 @@ class Run:
                 trained = [name for name in preset.names if (name, "encoder") not in parts.frozen]
                 captured = trained if have_equal_images(args) else ()
                 configs = make_configs(args, preset, layouts, captured)
+                if not line.only_asks:  # its checks look for packages
+                    get_megatron_optimizer_config(args)
         except UserError as error:
             failed = error
         lora = Adapters.of(args, preset.names)
         run = cls(line, preset, asked, args, wanted, layouts, batches, parts, lora, configs, failed)
-        check(of_run(run))
+        check(run, RULES)
         return run
 
     @property

@@ -1,12 +1,12 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The rules for the values of options, whatever the layouts."""
+"""The rules for the values of options as they were asked for, whatever the layouts."""
 
-from collections.abc import Iterator
-from pathlib import Path
+import math
 from typing import Any
 
 from examples.mimo.common.layout import SIZES, option_of
+from examples.mimo.common.rules import ON_ENGINE, Rule, has
 from examples.mimo.nemotron_vlm.data.reading_options import media_violation
 
 AT_LEAST_1 = """micro_batch_size global_batch_size seq_length encoder_macro_batch sample_multiple
@@ -33,71 +33,104 @@ MOST = {"min_lr": "lr", "lr_warmup_init": "lr", "moe_router_topk": "num_experts"
 """Options that must not be larger than another."""
 
 
-def saves_into(args: Any, folder: str | None) -> bool:
-    """Return whether a folder is the one in which the run saves its checkpoints."""
-    return bool(folder and args.save) and Path(folder).resolve() == Path(args.save).resolve()
-
-
-def of_values(run: Any) -> Iterator[str]:
-    """Yield the refusals of values as they were asked for, in the order of the checks."""
-    a = run.asked
-    if run.line.only_asks and not min(a.dry_run, a.plan) == 0 < max(a.dry_run, a.plan):
-        yield "--plan N and --dry-run RANKS take 1 or more, and not both together"
-    if broken := media_violation(a, run.preset):
-        yield broken
-    if a.report and not (a.metrics_out and a.eval_iters):
-        yield (
-            "--report shows the metrics file and what the model reads: add --metrics-out FILE and "
-            "--eval-iters N"
-        )
-    if a.wandb_project and not (a.wandb_exp_name and (a.save or a.wandb_save_dir)):
-        yield "--wandb-project needs --wandb-exp-name NAME, and --wandb-save-dir DIR or --save DIR"
-    every, kept = a.save_interval, a.save_retain_interval
-    if a.save and every and kept and kept % every:
-        yield (
-            f"--save-retain-interval {kept} must be a multiple of --save-interval {every}; "
-            f"nearest: {max(1, round(kept / every)) * every}"
-        )
-    if a.keep_best and not (a.save and a.eval_iters):
-        yield "--keep-best needs --save DIR and --eval-iters N"
-    yield from _of_numbers(a)
-    if a.keep_best and a.eval_interval % every:
-        yield (
-            f"--keep-best {a.keep_best} takes saves of evaluated steps: --save-interval {every} "
-            f"must divide --eval-interval {a.eval_interval}"
-        )
-    if a.report and a.report.suffix != ".html":
-        yield f"--report {a.report}: it is a page, whose name must end in .html"
-    if a.pack and a.micro_batch_size != 1:
-        yield "--pack makes one row a microbatch: --micro-batch-size must be 1"
-    if a.pack and a.seq_length % a.sample_multiple:
-        yield f"--sample-multiple {a.sample_multiple} must divide --seq-length {a.seq_length}"
-    if a.train_samples is not None and a.train_samples < a.global_batch_size:
-        yield (
-            f"--train-samples {a.train_samples} must be {a.global_batch_size} or more, the samples "
-            "of a step"
-        )
-    steps = a.lr_decay_iters or a.train_iters
-    if steps and a.lr_warmup_iters >= steps:
-        yield f"--lr-warmup-iters {a.lr_warmup_iters} must be less than {steps} steps"
-
-
-def _of_numbers(args: Any) -> Iterator[str]:
-    """Yield the refusals of numbers out of range."""
+def _out_of_range(run: Any) -> str | None:
+    args = run.asked
     layers = (names for one, names in AT_LEAST_1_WITH.items() if one in args.hybrid_layer_pattern)
     for name, least in (LEAST | dict.fromkeys(" ".join(layers).split(), 1)).items():
         number = getattr(args, name)
         if number is not None and not number >= least:  # nor not a number
-            yield f"{option_of(name)} must be {least} or more"
+            return f"{option_of(name)} must be {least} or more"
     for name in FRACTIONS:
         if (getattr(args, name) or 0) >= 1:
-            yield f"{option_of(name)} must be below 1"
+            return f"{option_of(name)} must be below 1"
     for name, other in MOST.items():
         number, most = getattr(args, name), getattr(args, other)
         if None not in (number, most) and number > most:
-            yield f"{option_of(name)} {number} must be at most {option_of(other)} {most}"
-    if args.device == "cuda" and args.lora_dim % 8:
-        yield f"--lora-dim {args.lora_dim} must be a multiple of 8 on GPUs, for grouped GEMMs"
-    heads, groups = args.num_attention_heads, args.num_query_groups
-    if heads % groups:
-        yield f"--num-attention-heads {heads} must be a multiple of --num-query-groups {groups}"
+            return f"{option_of(name)} {number} must be at most {option_of(other)} {most}"
+    return None
+
+
+OF_VALUES = [
+    Rule(
+        "--plan N and --dry-run RANKS",
+        lambda r: r.line.only_asks and sorted([r.args.dry_run > 0, r.args.plan > 0]) != [0, 1],
+        "they take 1 or more, and not both together",
+        example="--plan 4 --dry-run 4",
+    ),
+    Rule("", _out_of_range, example="--lr nan"),
+    Rule("", lambda r: media_violation(r.asked, r.preset), example="--video-frames 3"),
+    Rule(
+        "--report without --metrics-out and --eval-iters",
+        lambda r: r.args.report and not (r.args.metrics_out and r.asked.eval_iters),
+        "it shows the metrics file and what the model reads",
+        example="--report r.html --eval-iters 1",
+    ),
+    Rule(
+        "--report",
+        lambda r: r.args.report and r.args.report.suffix != ".html",
+        "it is a page, whose name must end in .html",
+        example="--report r.png --metrics-out m --eval-iters 1",
+    ),
+    Rule(
+        "--wandb-project without --wandb-exp-name, or without --wandb-save-dir and --save",
+        lambda r: (
+            has(r, "--wandb-project")
+            and not (has(r, "--wandb-exp-name") and (r.args.wandb_save_dir or r.args.save))
+        ),
+        "Megatron's writer needs them",
+        example="--wandb-project a",
+    ),
+    Rule(
+        "--save-retain-interval",
+        lambda r: r.args.save and (r.args.save_retain_interval or 0) % r.asked.save_interval,
+        "{save_retain_interval} must be a multiple of --save-interval {save_interval}",
+        example="--save s --save-interval 300 --save-retain-interval 500",
+    ),
+    Rule(
+        "--keep-best without --save and --eval-iters, or with an --eval-interval between saves",
+        lambda r: (
+            r.args.keep_best
+            and not (
+                r.args.save
+                and r.asked.eval_iters
+                and r.asked.eval_interval % r.asked.save_interval == 0
+            )
+        ),
+        "it takes saves of evaluated steps: --save-interval {save_interval} must divide "
+        "--eval-interval {eval_interval}",
+        example="--keep-best eval_loss --save s --eval-iters 1 --eval-interval 3 --save-interval 2",
+    ),
+    Rule(
+        "--sample-multiple with --pack",
+        lambda r: r.asked.pack and r.asked.seq_length % r.asked.sample_multiple,
+        "{sample_multiple} must divide --seq-length {seq_length}",
+        example="--pack --seq-length 64 --sample-multiple 24",
+    ),
+    Rule(
+        "--train-samples",
+        lambda r: (r.asked.train_samples or math.inf) < r.asked.global_batch_size,
+        "{train_samples} must be {global_batch_size} or more, the samples of a step",
+        example="--train-samples 10",
+    ),
+    Rule(
+        "--lr-warmup-iters",
+        lambda r: (
+            r.asked.lr_warmup_iters >= (r.asked.lr_decay_iters or r.asked.train_iters or math.inf)
+        ),
+        "{lr_warmup_iters} must be less than the steps in which the learning rate decays",
+        example="--train-iters 6 --lr-warmup-iters 6",
+    ),
+    Rule(
+        "--lora-dim",
+        lambda r: r.args.device == "cuda" and r.args.lora_dim % 8,
+        "{lora_dim} must be a multiple of 8 on GPUs, for grouped GEMMs",
+        example=f"{ON_ENGINE} --lora-dim 4",
+    ),
+    Rule(
+        "--num-attention-heads",
+        lambda r: r.asked.num_attention_heads % r.asked.num_query_groups,
+        "{num_attention_heads} must be a multiple of --num-query-groups {num_query_groups}",
+        example="--num-attention-heads 7",
+    ),
+]
+"""Rules in the order in which they are checked; numbers are in their range before others."""

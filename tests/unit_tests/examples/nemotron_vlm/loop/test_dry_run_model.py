@@ -10,10 +10,7 @@ import torch
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.loop.dry_run import dry_run, plan
 from examples.mimo.nemotron_vlm.options.command_line import read
-from examples.mimo.nemotron_vlm.options.fp8_rules import VIT, features_of_rank
 from examples.mimo.nemotron_vlm.options.run import Run
-from examples.mimo.nemotron_vlm.planner.parameters import stages_on_meta
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
 pytestmark = pytest.mark.skipif(HAVE_CUDA, reason="a dry run's process has no GPU")
@@ -27,25 +24,6 @@ def alone(monkeypatch):
     """One rank without groups."""
     Utils.destroy()
     monkeypatch.setenv("WORLD_SIZE", "1")
-
-
-def test_features_that_are_checked_for_fp8_are_those_of_its_layers():
-    """The sizes differ from each other. Multi-token prediction takes two hidden states at once."""
-    Utils.destroy()
-    pattern = "M-G*E*/E*"
-    sizes = "--hidden-size 80 --ffn-hidden-size 72 --moe-ffn-hidden-size 24 --kv-channels 12 "
-    sizes += "--moe-shared-expert-intermediate-size 56 --encoder tp=2 --language tp=2,etp=4"
-    line = f"--model tiny-gdn --hybrid-layer-pattern {pattern} {sizes}"
-    options, held = Run.of(line.split(), 4), {"language_model": set(), "modality_submodules": set()}
-    with stages_on_meta(options, 0) as (model,):
-        for name, module in model.named_modules():
-            if ".layers." in name and isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                held[name.partition(".")[0]].update(module.weight.shape)
-    layouts, configs = options.layouts, options.configs
-    counted = dict(features_of_rank(pattern, configs.language, layouts.language))
-    assert held["language_model"] == {*counted.values(), 2 * 80} - {0}
-    counted = dict(features_of_rank(VIT, configs.encoders[0]["encoder"], layouts.encoder))
-    assert held["modality_submodules"] == {*counted.values()}
 
 
 def test_the_stages_of_a_layout_hold_the_published_model_between_them(alone):

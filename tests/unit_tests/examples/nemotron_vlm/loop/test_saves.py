@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.options import rules
+from examples.mimo.nemotron_vlm.options import run
 from megatron.core.dist_checkpointing import parallel_manifest, whole_file
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.training import training
@@ -81,7 +81,7 @@ def test_after_the_writers_death_a_save_fails_and_later_ones_are_synchronous(
 ):
     """The program refuses asynchronous saves on a CPU: training would change the tensors while they
     are written. Here a pause before each step leaves the processor to the process that writes."""
-    monkeypatch.setattr(rules, "RULES", [r for r in rules.RULES if r.title != "--async-save"])
+    monkeypatch.setattr(run, "RULES", [r for r in run.RULES if r.title != "--async-save"])
     take, killed = training.train_step, []
 
     @functools.wraps(take)

@@ -19,12 +19,11 @@ import torch
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import SIZES
+from examples.mimo.common.megatron_rules import NEEDS_GPU, WHEREVER_SET, idle_options
 from examples.mimo.common.option_group import add_options
-from examples.mimo.common.refused_options import NEEDS_GPU, WHEREVER_SET
 from examples.mimo.nemotron_vlm.model.presets import tiny
 from examples.mimo.nemotron_vlm.options.command_line import set_defaults
 from examples.mimo.nemotron_vlm.options.defaults import defaults
-from examples.mimo.nemotron_vlm.options.idle_options import idle_options
 from examples.mimo.nemotron_vlm.options.own_options import OwnOptions
 from examples.mimo.nemotron_vlm.options.run import Run
 from megatron.training.arguments import add_megatron_arguments

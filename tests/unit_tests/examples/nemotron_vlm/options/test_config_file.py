@@ -135,7 +135,7 @@ def test_a_recipe_has_a_dry_run_and_keeps_few_checkpoints(recipe, tmp_path, monk
     Utils.destroy()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert "predicted GiB" in dry_run(read([*given, "--dry-run", "2"]))
-    with pytest.raises(UserError, match="multiple of --save-interval 300; nearest: 5100"):
+    with pytest.raises(UserError, match="multiple of --save-interval 300$"):
         Run.of([*given, "--save-interval", "300"], 2)
     monkeypatch.delenv("OUT")
     places = ("--save", "saved", "--load", "saved", "--metrics-out", "run/metrics.jsonl")

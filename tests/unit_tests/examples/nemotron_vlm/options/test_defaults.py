@@ -9,6 +9,7 @@ import torch
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.options import derived
+from megatron.training.training import get_megatron_optimizer_config
 from tests.unit_tests.examples.nemotron_vlm.options.test_run_rules import (
     ENGINE,
     FP8,
@@ -160,7 +161,12 @@ def test_the_loss(options, has_kernel, expected, monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [FP8, "--bf16 --moe-token-dispatcher-type alltoall", "--moe-token-dispatcher-type allgather"],
+    [
+        FP8,
+        "--bf16 --moe-token-dispatcher-type alltoall",
+        "--moe-token-dispatcher-type allgather",
+        "--fp16",
+    ],
 )
 def test_cuda_graphs_of_moe_layers_whose_counts_are_on_the_host_are_refused(options, hopper):
     line = f"{GRAPHS} --data mock --moe-grouped-gemm --cuda-graph-modules attn moe {options}"
@@ -168,8 +174,31 @@ def test_cuda_graphs_of_moe_layers_whose_counts_are_on_the_host_are_refused(opti
         parsed(line, 1)
 
 
-@pytest.mark.parametrize("options", [FP8, "--bf16 --moe-token-dispatcher-type alltoall", "--fp16"])
-def test_graphs_of_moe_layers_whose_counts_are_on_the_host_are_refused(options, hopper):
-    line = f"{MOCK} --moe-grouped-gemm --cuda-graph-modules attn moe {options}"
-    with pytest.raises(UserError, match="^--cuda-graph-modules moe needs token counts that"):
-        parsed(line, 1)
+def test_a_short_size_is_not_that_of_an_axis_whose_name_ends_alike():
+    options = (
+        "--language vpp=2,etp=1 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
+    )
+    assert str(parsed(options, 4).layouts.language) == "tp=2,pp=2,dp=1,etp=1,vpp=2"
+
+
+def test_a_flag_that_a_preset_turns_on_has_an_opposite():
+    assert parsed("").args.untie_embeddings_and_output_weights
+    args = parsed("--no-untie-embeddings-and-output-weights --bias-linear").args
+    assert not args.untie_embeddings_and_output_weights and args.add_bias_linear
+
+
+def test_master_weights_are_whole():
+    """Else Transformer Engine's Adam saves 16 bits of each, beside those in the model's weight,
+    and a run with another optimizer takes them for its master weights."""
+    config, _ = get_megatron_optimizer_config(parsed("").args)
+    assert config.store_param_remainders
+
+
+def test_a_growing_batch_decays_alike_in_every_layout():
+    options = "--step-batch-size-schedule '0:16 1K:32' --micro-batch-size 4"
+    for world in (1, 4):  # 1000 tokens are 31 samples of 32: two steps of 16 samples, two of 32
+        args = parsed(f"{options} --train-iters 4", world).args
+        assert (args.global_batch_size, args.lr_decay_iters) == (16, 6)
+        assert args.eval_global_batch_size == 16
+    assert parsed(f"{options} --lr-decay-iters 9", 1).args.lr_decay_iters == 9
+    assert parsed(f"{options} --train-samples 96", 1).args.lr_decay_iters is None
