@@ -35,7 +35,7 @@ TRAINING = re.compile(r"^.*(?:pretrain_nemotron_vlm\.py|train\.sbatch) (.*)$", r
 """The words after a training program in a shell command."""
 
 REVIEWER = REPOSITORY / "docs/reviewer"
-OVERVIEWS = ("index", "architecture", "planner", "silent-errors")
+OVERVIEWS = ("index", "architecture", "silent-errors")
 CAPABILITIES = [p for p in REVIEWER.glob("*.md") if p.stem not in OVERVIEWS]
 
 TROUBLES = sorted(REPOSITORY.glob("docs/user/troubleshooting*.md"))

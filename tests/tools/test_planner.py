@@ -14,15 +14,13 @@ import numpy as np
 import pytest
 
 from examples.mimo.common.layout import NON_COLOCATED, Batch, Layout, parse_layout
-from examples.mimo.nemotron_vlm.loop import dry_run
 from examples.mimo.nemotron_vlm.model.presets import find_preset
 from examples.mimo.nemotron_vlm.options import derived
 from examples.mimo.nemotron_vlm.options.command_line import read
 from examples.mimo.nemotron_vlm.options.layout_rules import derive
 from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.nemotron_vlm.planner import parameters as params
-from examples.mimo.nemotron_vlm.planner import plan
-from examples.mimo.nemotron_vlm.planner.inputs import Inputs
+from examples.mimo.nemotron_vlm.planner import plan, report
 from examples.mimo.nemotron_vlm.planner.layers import language_layer
 from examples.mimo.nemotron_vlm.planner.machine import Group, find_machine, groups_of
 from examples.mimo.nemotron_vlm.planner.memory import (
@@ -31,7 +29,7 @@ from examples.mimo.nemotron_vlm.planner.memory import (
     most_in_flight,
     peak,
 )
-from examples.mimo.nemotron_vlm.planner.plan import Plan, Task, plan_of, stages_of_pipeline
+from examples.mimo.nemotron_vlm.planner.plan import Inputs, Plan, Task, plan_of, stages_of_pipeline
 from examples.mimo.nemotron_vlm.planner.search import candidates, search
 from examples.mimo.nemotron_vlm.planner.step_time import seconds, step_time
 from megatron.core import cpu_runtime
@@ -265,7 +263,7 @@ def test_the_fastest_plan_is_run_by_ranks_whose_layouts_are_planned(more, monkey
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     words = f"--global-batch-size 12 --seq-length 64 {more}".split()
     for ranks in (6, 4):
-        planned = dry_run.planned(read(["--language", "planned", *words]), ranks)
+        planned = report.planned(read(["--language", "planned", *words]), ranks)
         found = Run.of(planned, ranks).layouts
         assert found.batch.micro_size == 1 or "--pack" not in more
         assert found.non_colocated or "--placement" not in more

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 
-from examples.mimo.nemotron_vlm.loop.dry_run import dry_run
 from examples.mimo.nemotron_vlm.model.encoders.radio.entry import Radio
 from examples.mimo.nemotron_vlm.model.presets import find_preset, nano_omni_30b_a3b, tiny_omni
 from examples.mimo.nemotron_vlm.options.command_line import read
+from examples.mimo.nemotron_vlm.planner.report import dry_run
 from tests.unit_tests.checkpoint.conversions import (
     LEAST,
     TOLERANCE,

@@ -115,7 +115,7 @@ def run(argv: list[str]) -> None:
             )
         if line.only_asks or asked.language == PLANNED:
             # PyTorch's fake process groups come with its test tools, which are slow to import.
-            from examples.mimo.nemotron_vlm.loop.dry_run import dry_run, plan, planned
+            from examples.mimo.nemotron_vlm.planner.report import dry_run, plan, planned
 
             if asked.language == PLANNED and "--plan" not in line.given:
                 line = planned(line, asked.dry_run or int(os.environ["WORLD_SIZE"]))

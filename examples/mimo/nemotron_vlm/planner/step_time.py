@@ -16,11 +16,10 @@ import numpy as np
 from examples.mimo.common.layout import Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE
 from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
-from examples.mimo.nemotron_vlm.planner.inputs import Inputs
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED, language_layer, tokens_of
 from examples.mimo.nemotron_vlm.planner.machine import Machine, groups_of
 from examples.mimo.nemotron_vlm.planner.parameters import chunks_of, held
-from examples.mimo.nemotron_vlm.planner.plan import Plan, Task, stages_of_pipeline
+from examples.mimo.nemotron_vlm.planner.plan import Inputs, Plan, Task, stages_of_pipeline
 
 PASSES = 3.0
 """Work of forward and backward, in forwards; frozen weights have no gradient, which is one."""

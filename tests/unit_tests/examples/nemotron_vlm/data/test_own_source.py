@@ -9,7 +9,7 @@ import pytest
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import make_source
-from examples.mimo.nemotron_vlm.planner.inputs import inputs_of
+from examples.mimo.nemotron_vlm.planner.plan import inputs_of
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_digits
 from tests.unit_tests.examples.nemotron_vlm.runs import options_of, trainer
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.loop.dry_run import dry_run, plan
 from examples.mimo.nemotron_vlm.options.command_line import read
 from examples.mimo.nemotron_vlm.options.run import Run
+from examples.mimo.nemotron_vlm.planner.report import dry_run, plan
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
 pytestmark = pytest.mark.skipif(HAVE_CUDA, reason="a dry run's process has no GPU")

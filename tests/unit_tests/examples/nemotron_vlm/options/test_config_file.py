@@ -12,12 +12,12 @@ from examples.mimo.common.config_file import write_config
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.option_group import add_options
 from examples.mimo.nemotron_vlm.loop import run as loop
-from examples.mimo.nemotron_vlm.loop.dry_run import dry_run
 from examples.mimo.nemotron_vlm.loop.run import run
 from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset
 from examples.mimo.nemotron_vlm.options.command_line import read
 from examples.mimo.nemotron_vlm.options.own_options import OwnOptions
 from examples.mimo.nemotron_vlm.options.run import Run
+from examples.mimo.nemotron_vlm.planner.report import dry_run
 from examples.mimo.pretrain_nemotron_vlm import ROOT
 from megatron.training.arguments import parse_args
 from tests.unit_tests.examples.nemotron_vlm import preloaded  # noqa: F401 (its parser is quick)
