@@ -10,8 +10,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import fields
 
-import torch
-
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import option_of
 from examples.mimo.nemotron_vlm.data import PREPARATION
@@ -56,8 +54,9 @@ FREE = re.compile(
 )
 """Settings of layers that may change when a run goes on."""
 
-STATE = ("use_distributed_optimizer", "fp16")
-"""Arguments that decide the form of the optimizer's state."""
+STATE = ("use_distributed_optimizer", "fp16", "store_param_remainders")
+"""Arguments that decide the form of the optimizer's state; the last one says that it has whole
+master weights."""
 
 OF_PARTS = ("encoder_lr", "projector_lr", "encoder_weight_decay", "projector_weight_decay")
 """Arguments that give parts parameter groups of their own, each with its rates."""
@@ -107,8 +106,6 @@ def _hindrances(args: Namespace, saved: Namespace) -> Iterator[str]:
         why = f"has another form ({state}): {GIVE}"
     elif getattr(saved, "no_save_optim", False):
         why = "was left out by --no-save-optim"
-    elif _has_half_weights(saved):
-        why = "has half of each master weight, from an earlier version"
     if why and not args.no_load_optim:
         yield f"the optimizer's state there {why}; --no-load-optim goes on with a new optimizer"
     now, then = ([bool(getattr(each, name, None)) for name in OF_PARTS] for each in (args, saved))
@@ -168,15 +165,6 @@ def check_vocabulary(args: Namespace, saved: Namespace | None, directory: str) -
             f"{directory} has a vocabulary of {words}: --vocab-size must be {words}, not "
             f"{args.vocab_size}"
         )
-
-
-def _has_half_weights(saved: Namespace) -> bool:
-    """Return whether a run saved what bf16 weights lack of master weights, which Adam would take
-    for them; later runs have ``store_param_remainders`` among their arguments."""
-    is_old = getattr(saved, "bf16", False) and not hasattr(saved, "store_param_remainders")
-    is_aware = getattr(saved, "use_precision_aware_optimizer", False)
-    on_host = getattr(saved, "optimizer_cpu_offload", False)
-    return is_old and is_aware and not on_host and saved.main_params_dtype == torch.float32
 
 
 def _changes_of_model(args: Namespace, saved: Namespace) -> str:
