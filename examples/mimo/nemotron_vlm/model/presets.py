@@ -218,9 +218,6 @@ def find_preset(model: str) -> VLMPreset:
         return PRESETS[model]()
     try:
         read = json.loads(Path(model).read_text())
-        if "encoder" in read:  # files of one encoder, from before models could have several
-            ffn = {"projector_ffn": read.pop("projector_ffn")}
-            read["encoders"] = {IMAGES: read.pop("encoder") | ffn}
         read["encoders"] = tuple(
             ENCODERS[name](**{k: tuple(v) if isinstance(v, list) else v for k, v in sizes.items()})
             for name, sizes in read["encoders"].items()

@@ -5,10 +5,8 @@
 That it trains as on one rank is in rows.py.
 """
 
-import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Layout
 from examples.mimo.nemotron_vlm.model.encoders import Encoder, sound
 from examples.mimo.nemotron_vlm.model.encoders.radio import RadioOfAnySize
 from examples.mimo.nemotron_vlm.model.names import IMAGES
-from examples.mimo.nemotron_vlm.model.presets import find_preset, tiny, write_preset
+from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset
 from examples.mimo.nemotron_vlm.options.run import Run
 from megatron.core.utils import unwrap_model
 from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import SOUND, SoundAndImages
@@ -196,10 +194,3 @@ class TestModelFile:
         preset = find_preset("tiny-omni")
         write_preset(preset, tmp_path / "model.json")
         assert find_preset(str(tmp_path / "model.json")) == preset
-
-    def test_of_one_encoder_is_read_as_it_was_written_before_there_were_several(self, tmp_path):
-        sizes = asdict(tiny().images)
-        ffn = {"projector_ffn": sizes.pop("projector_ffn")}
-        old = {"name": "old", "encoder": sizes, **ffn, "language": asdict(tiny().language)}
-        (tmp_path / "model.json").write_text(json.dumps(old | {"seq_length": 32}))
-        assert find_preset(str(tmp_path / "model.json")) == replace(tiny(), name="old")
