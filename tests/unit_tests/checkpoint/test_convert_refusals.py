@@ -115,6 +115,12 @@ def test_files_that_cannot_be_read_and_models_without_sizes_are_named(model, ref
     file = changed(model, tmp_path / "damaged") / "a.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     assert refusal("hf-to-megatron", "--vlm", file.parent).startswith(f"error: {file}: ")
+    file.unlink()
+    said = refusal("hf-to-megatron", "--vlm", file.parent)
+    assert said == f"error: {file.parent}: no .safetensors files\n"
+    (file.parent / "config.json").write_text('{"model_type": "radio"}')
+    said = refusal("hf-to-megatron", "--vlm", file.parent)
+    assert "config.json: model_type is radio, wanted nemotron_h_omni" in said
     said = refusal("megatron-to-hf", tmp_path, "--like", model)
     assert f"{tmp_path}: no checkpoint of the program" in said
     sizes = tmp_path / "model.json"
