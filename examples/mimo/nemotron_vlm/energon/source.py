@@ -22,6 +22,7 @@ from examples.mimo.nemotron_vlm.energon.records import Medium, Record
 from examples.mimo.nemotron_vlm.energon.store import DataSet, open_split
 from examples.mimo.nemotron_vlm.energon.stream import Stream
 from examples.mimo.nemotron_vlm.energon.survey import (
+    GOOD,
     STATES,
     TOO_LONG,
     NoSurvey,
@@ -203,6 +204,7 @@ class EnergonSource(SampleSource):
                         f"and {kind}"
                     )
             pairs = list(zip(opened.datasets, surveys, strict=True))
+            _refuse_missing_shards(pairs)
             cut = self._long_samples == "cut"
             stream = Stream(pairs, opened.by_weight, self._seq_length, (self._seed, split), cut)
             left, long = stream.left_out, stream.left_out[STATES[TOO_LONG]]
@@ -243,4 +245,20 @@ class EnergonSource(SampleSource):
             raise ValueError(
                 f"{self._path}: {count} {kind} samples in {part}: {'; '.join(named)}; leave them "
                 f"out with --{kind}-samples skip"
+            )
+
+
+def _refuse_missing_shards(pairs: list[tuple[DataSet, Survey]]) -> None:
+    """Raise if shards are not there that had good samples when the data was surveyed."""
+    for dataset, survey in pairs:
+        ranges = zip(dataset.shards, dataset.ends, dataset.ends[1:], strict=False)
+        missing = [
+            shard.name
+            for shard, first, end in ranges
+            if not (dataset.path / shard.name).exists() and (survey.state[first:end] == GOOD).any()
+        ]
+        if missing:
+            raise ValueError(
+                f"{dataset.path}: {len(missing)} shards are missing: {', '.join(missing[:NAMED])}; "
+                "bring them back, or survey with --again, which leaves their samples out"
             )

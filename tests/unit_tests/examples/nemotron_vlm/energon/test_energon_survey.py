@@ -116,7 +116,7 @@ def test_bad_samples_are_left_out_or_refused_until_they_are_surveyed_again(
     assert source(copied, bad_samples="refuse").fingerprint == source(digits).fingerprint
 
 
-def test_excluded_samples_are_named(copied):
+def test_a_missing_shard_and_excluded_samples_are_named(copied):
     path = copied / ".nv-meta" / "split.yaml"
     split = yaml.safe_load(path.read_text()) | {"exclude": ["train-0000.tar/train-000003"]}
     path.write_text(yaml.dump(split))
@@ -124,6 +124,9 @@ def test_excluded_samples_are_named(copied):
     opened = source(copied, bad_samples="refuse")
     assert opened.left_out("train") == {"excluded by split.yaml": 1}
     assert "train-0000.tar/train-000003" not in names(opened, "train", range(TRAIN - 1))
+    (copied / "train-0001.tar").unlink()
+    with pytest.raises(ValueError, match="1 shards are missing: train-0001.tar; .* with --again"):
+        source(copied)
 
 
 def test_sounds_of_a_model_without_sound_are_left_out(omni_shards):

@@ -5,14 +5,10 @@
 That parts train as on one rank is in rows.py.
 """
 
-from contextlib import nullcontext
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.options.run import Run
 from tests.unit_tests.examples.nemotron_vlm.loop.models import PACK
@@ -151,34 +147,6 @@ class TestFP8:
         assert sound["encoder"].fp8 is images["projector"].fp8 is None
         if images["encoder"].fp8:
             assert images["encoder"].fp8_recipe == "tensorwise"
-
-    @pytest.mark.parametrize(
-        ("ranks", "line", "found"),
-        [
-            (4, "44 --micro-batch-size 2", "44 · .*-size 2 / cp=1 = 88 tokens .* a multiple of 16"),
-            (4, "44 --micro-batch-size 4", ""),
-            (4, "44 --micro-batch-size 4 --language cp=2", "4 / cp=2 = 88 tokens must be a"),
-            (4, "44 --micro-batch-size 4 --language tp=4", "176 tokens .* of 32 with .* tp=4"),
-            (4, "44 --micro-batch-size 4 --fp8-recipe mxfp8", "multiple of 32 with --fp8-rec"),
-            (4, "44 --micro-batch-size 4 --eval-iters 1 --eval-micro-batch-size 2", "2 / cp=1 = "),
-            (8, "64", ""),
-            (8, "64 --language tp=4", "language: rows of Mamba's input projection / tp=4 = 104"),
-            (8, "64 --encoder tp=8", "images:encoder: attention heads · channels / tp=8 = 8"),
-            (8, "64 --encoder tp=8 --fp8-parts language", ""),
-            (8, "64 --hybrid-layer-pattern M*- --ffn-hidden-size 72", "FFN rows / tp=1 = 72"),
-            (8, "64 --moe-ffn-hidden-size 72", "FFN rows of an expert / etp=1 = 72"),
-            (8, "64 --moe-latent-size 24 --te-precision-config-file r.yaml", ""),
-            (8, "64 --fp8-recipe mxfp8 --language tp=2", "208 must be a multiple of 32"),
-        ],
-    )
-    def test_tokens_and_features_that_its_products_do_not_take_are_refused(
-        self, ranks, line, found, hopper, tmp_path, monkeypatch
-    ):
-        monkeypatch.chdir(tmp_path)
-        Path("r.yaml").write_text("configs: {}\nmatchers: {}\n")
-        refused = pytest.raises(UserError, match=f"^--fp8-format: .*{found}")
-        with refused if found else nullcontext():
-            Run.of(f"{ENGINE} {FORMAT} --seq-length {line}".split(), ranks)
 
     @requires_world_size(1)
     @pytest.mark.parametrize(("tiles", "recipe"), [(0, "tensorwise"), (1, "mxfp8"), (3, "delayed")])
