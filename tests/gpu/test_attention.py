@@ -33,13 +33,10 @@ def test_outputs_and_gradients_equal_those_in_fp32(lengths, sharp, record_proper
     # Channels of real activations have means of their own, which random ones lack.
     inputs = (mixed * sharp + torch.linspace(-1, 1, 3 * CHANNELS, device="cuda")).bfloat16()
     bounds = torch.tensor([0, *chosen]).cumsum(0).int().cuda()
-    inputs.requires_grad_()
-    wide = flash.wide_heads(inputs.flatten(1), CHANNELS)
-    output = flash.packed_attention(*wide, CHANNELS, bounds, max(chosen))
-    (of_inputs,) = torch.autograd.grad(output, inputs, grad)
-    found = [output, *of_inputs.split(CHANNELS, -1)]
-    heads = inputs.detach().split(CHANNELS, -1)
-    parts = zip(*(t.split(chosen) for t in (*heads, grad)), strict=True)
+    query, key, value = (part.requires_grad_() for part in inputs.detach().split(CHANNELS, -1))
+    output = flash.packed_attention(query, key, value, bounds, max(chosen))
+    found = [output, *torch.autograd.grad(output, (query, key, value), grad)]
+    parts = zip(*(t.split(chosen) for t in (query, key, value, grad)), strict=True)
     right = map(torch.cat, zip(*(_in_fp32(*part) for part in parts), strict=True))
     worst = 0.0
     for one, other in zip(found, right, strict=True):
