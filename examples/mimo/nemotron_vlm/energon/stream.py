@@ -14,13 +14,25 @@ from examples.mimo.nemotron_vlm.energon.order import Order
 from examples.mimo.nemotron_vlm.energon.store import DataSet
 from examples.mimo.nemotron_vlm.energon.survey import GOOD, STATES, Survey
 
+PART = 1 << 20
+"""Samples whose states are read at a time."""
 
-class Numbered(NamedTuple):
-    """A data set, its survey, and the indices of the samples that have a number, int32."""
+
+class _Numbered(NamedTuple):
+    """A data set, its survey, and how many samples are numbered before each that is not.
+
+    skipped: int32 [samples without a number], ascending; it takes less memory than the others'
+    indices.
+    """
 
     dataset: DataSet
     survey: Survey
-    indices: np.ndarray
+    skipped: np.ndarray
+
+    def indices(self, samples: np.ndarray) -> np.ndarray:
+        """Return the indices of numbered samples in the data set, int64 [n]."""
+        passed = np.searchsorted(self.skipped, samples.astype(np.int32), side="right")
+        return self.dataset.subset.start + samples + passed
 
 
 class Stream:
@@ -43,24 +55,31 @@ class Stream:
         self.asked: set[int] = set()
         self.left_out: Counter[str] = Counter()
         self.locate = lru_cache(maxsize=4096)(self._locate)
-        self.datasets: list[Numbered] = []
+        self._numbered: list[_Numbered] = []
+        sizes = []
         for dataset, survey in pairs:
-            subset = dataset.subset
-            states = survey.states(seq_length, cut)[subset.start : subset.stop]
-            indices = (np.flatnonzero(states == GOOD) + subset.start).astype(np.int32)
-            found = np.bincount(states, minlength=len(STATES))
+            subset, found, skipped = dataset.subset, np.zeros(len(STATES), np.int64), []
+            for first in range(subset.start, subset.stop, PART):
+                part = slice(first, min(first + PART, subset.stop))
+                states = survey.states(seq_length, cut, part)
+                found += np.bincount(states, minlength=len(STATES))
+                is_good = states == GOOD
+                skipped.append(np.flatnonzero(~is_good) + (first - subset.start))
+                asked = np.bincount(survey.asked[part][is_good])
+                self.asked.update(np.flatnonzero(asked).tolist())
+                is_cut |= bool((survey.tokens[part][is_good] > seq_length).any())
+            sizes.append(int(found[GOOD]))
             found[GOOD] = 0
             self.left_out.update({STATES[i]: int(found[i]) for i in np.flatnonzero(found)})
-            if not len(indices):
+            if not sizes[-1]:
                 counts = ", ".join(f"{n} {reason}" for reason, n in self.left_out.items())
                 raise ValueError(
                     f"{dataset.path}: none of {len(subset)} samples of {seed[1]} can be used: "
                     f"{counts}; a sequence has {seq_length} tokens"
                 )
-            self.asked.update(np.unique(survey.asked[indices]).tolist())
-            is_cut |= bool((survey.tokens[indices] > seq_length).any())
-            self.datasets.append(Numbered(dataset, survey, indices))
-        sizes = [len(each.indices) for each in self.datasets]
+            skipped = np.concatenate(skipped)
+            before = (skipped - np.arange(len(skipped))).astype(np.int32)
+            self._numbered.append(_Numbered(dataset, survey, before))
         self.order = Order(sizes, by_weight, [dataset.weight for dataset, _ in pairs], seed)
         blend = [
             [survey.fingerprint, dataset.weight, dataset.subset.start, dataset.subset.stop, size]
@@ -71,26 +90,26 @@ class Stream:
 
     def _locate(self, number: int) -> tuple[DataSet, int, Survey]:
         """Return a sample's data set, its index there, and the data set's survey."""
-        (place,), (sample,) = self.order.locate(np.array([number], np.int64))
-        dataset, survey, indices = self.datasets[place]
-        return dataset, int(indices[sample]), survey
+        (place,), sample = self.order.locate(np.array([number], np.int64))
+        numbered = self._numbered[place]
+        return numbered.dataset, int(numbered.indices(sample)[0]), numbered.survey
 
     def costs(self, numbers: np.ndarray) -> np.ndarray:
         """Return tokens and inputs of samples by number, int64 [n, 2]."""
         costs = np.empty((len(numbers), 2), np.int64)
-        places, samples = self.order.locate(numbers)
-        for place, (_, survey, indices) in enumerate(self.datasets):
+        places, drawn = self.order.locate(numbers)
+        for place, numbered in enumerate(self._numbered):
             here = places == place
-            drawn = indices[samples[here]]
-            costs[here, 0] = np.minimum(survey.tokens[drawn], self._seq_length)
-            costs[here, 1] = survey.inputs[drawn]
+            indices = numbered.indices(drawn[here])
+            costs[here, 0] = np.minimum(numbered.survey.tokens[indices], self._seq_length)
+            costs[here, 1] = numbered.survey.inputs[indices]
         return costs
 
     def sizes(self, numbers: np.ndarray, encoder: str) -> list[np.ndarray]:
         """Return the sizes of an encoder's inputs of each sample by number, int64."""
         sizes = []
-        for place, sample in zip(*self.order.locate(numbers), strict=True):
-            _, survey, indices = self.datasets[place]
-            extents = survey.extents(indices[sample], encoder)
+        for place, drawn in zip(*self.order.locate(numbers), strict=True):
+            numbered = self._numbered[place]
+            extents = numbered.survey.extents(numbered.indices(drawn), encoder)
             sizes.append(np.array([extent.size for extent in extents], np.int64))
         return sizes
