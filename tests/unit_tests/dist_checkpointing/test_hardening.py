@@ -14,7 +14,6 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.parallel_manifest import save_manifest, verify_manifest
 from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
 from megatron.core.dist_checkpointing.validation import verify_integrity_manifest
-from megatron.core.dist_checkpointing.whole_file import whole_file
 
 
 @pytest.fixture
@@ -35,18 +34,6 @@ def test_a_file_that_changes_after_it_was_hashed_is_named(checkpoint, name):
     (checkpoint / name).unlink()
     with pytest.raises(CheckpointingException, match=f"{name} is missing"):
         verify_manifest(str(checkpoint))
-
-
-def test_a_file_that_cannot_be_written_keeps_its_content(tmp_path):
-    tracker = tmp_path / "tracker"
-    tracker.write_text("1")
-    with pytest.raises(OSError, match="full"), whole_file(str(tracker), open) as file:
-        file.write("2")
-        raise OSError("the disk is full")
-    assert tracker.read_text() == "1"
-    with whole_file(str(tracker), open) as file:
-        file.write("2")
-    assert tracker.read_text() == "2"
 
 
 class _Code:

@@ -5,7 +5,8 @@
 from collections.abc import Callable
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.core.dist_checkpointing.first_rank import RAISED
 
 
 def on_all_ranks(function: Callable[[], object]) -> tuple[list, list[str]]:
@@ -13,7 +14,7 @@ def on_all_ranks(function: Callable[[], object]) -> tuple[list, list[str]]:
     result, error = None, None
     try:
         result = function()
-    except (Exception, CheckpointException, SystemExit) as raised:  # of whatever is in a file
+    except RAISED as raised:  # whatever is in a damaged file
         error = f"rank {dist.get_rank()}: {one_line(raised)}"
     everywhere: list = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (result, error))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.loop.all_ranks import one_line
 from examples.mimo.nemotron_vlm.loop.terminal import say
-from megatron.core.dist_checkpointing.whole_file import whole_file
+from megatron.core.dist_checkpointing.first_rank import whole_file
 
 FILE = "best.json"
 """The file: ``{"step": 20, "eval_loss": 0.31}``."""

@@ -13,6 +13,7 @@ import os
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.first_rank import on_first_rank
 from megatron.core.dist_checkpointing.validation import (
     _HASH_ALGORITHM,
     INTEGRITY_FNAME,
@@ -27,17 +28,19 @@ def save_manifest(checkpoint_dir: str) -> None:
     """Hash every file of a checkpoint and write the manifest; collective over the world.
 
     Raises:
-        CheckpointingException: a rank cannot read a file of its share; raised on all ranks.
+        CheckpointingException: a rank cannot read a file of its share, or the first rank cannot
+            write the manifest; raised on all ranks.
     """
-    names = [_files(checkpoint_dir)]
-    dist.broadcast_object_list(names)  # a rank may see a file later than others
-    files = _hashes(checkpoint_dir, names[0])
+    names = on_first_rank(_files)(checkpoint_dir)  # a rank may see a file later than others
+    files = _hashes(checkpoint_dir, names)
     if unread := sorted(name for name in files if not files[name]):
         raise CheckpointingException(f"{checkpoint_dir} was not saved: cannot read {unread[0]}")
-    if dist.get_rank() == 0:
-        manifest = {"algorithm": _HASH_ALGORITHM, "files": files}
-        with open(os.path.join(checkpoint_dir, INTEGRITY_FNAME), "w") as file:
-            json.dump(manifest, file, indent=2, sort_keys=True)
+    on_first_rank(_write_manifest)(checkpoint_dir, files)
+
+
+def _write_manifest(checkpoint_dir: str, files: Hashes) -> None:
+    with open(os.path.join(checkpoint_dir, INTEGRITY_FNAME), "w") as file:
+        json.dump({"algorithm": _HASH_ALGORITHM, "files": files}, file, indent=2, sort_keys=True)
 
 
 def verify_manifest(checkpoint_dir: str) -> None:
@@ -47,7 +50,7 @@ def verify_manifest(checkpoint_dir: str) -> None:
         CheckpointingException: there is no manifest, or files are missing or have changed; raised
             on all ranks.
     """
-    manifest = _read_manifest(checkpoint_dir)
+    manifest = on_first_rank(_read_manifest)(checkpoint_dir)
     found = _hashes(checkpoint_dir, sorted(manifest))
     wrong = [
         f"{name} {'has changed' if found[name] else 'is missing or unreadable'}"

@@ -16,12 +16,13 @@ from unittest import mock
 import psutil
 import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.options import run
-from megatron.core.dist_checkpointing import parallel_manifest, whole_file
+from megatron.core.dist_checkpointing import parallel_manifest, serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.training import training
+from megatron.training import checkpointing, training
 from megatron.training.checkpointing import get_checkpoint_tracker_filename as tracker_of
 from megatron.training.global_vars import get_args
 from tests.e2e.test_faults import assert_whole, newest
@@ -44,7 +45,10 @@ class Place(NamedTuple):
 PLACES = {
     "a rank's probe": Place(tempfile, "TemporaryFile", 1),
     "a rank's tensors": Place(filesystem_async, "_write_item", 1),
-    "a rank's hashes": Place(parallel_manifest, "_compute_file_hash", 1),
+    "the description of all tensors": Place(filesystem_async.FileSystemWriterAsync, "finish", 0),
+    "the description of the format": Place(serialization, "save_config", 0),
+    "the hashes": Place(parallel_manifest, "_write_manifest", 0),
+    "the tracker": Place(checkpointing, "whole_file", 0),
 }
 
 
@@ -70,7 +74,7 @@ def wait_for_deletions() -> None:
 def test_a_step_is_saved_once(tmp_path):
     """Megatron saves where the batch grows, too."""
     growing = "--step-batch-size-schedule", "0:16 1K:32"
-    with mock.patch.object(whole_file, "whole_file", wraps=whole_file.whole_file) as written:
+    with mock.patch.object(checkpointing, "whole_file", wraps=checkpointing.whole_file) as written:
         trajectory(*SAVES, str(tmp_path), *growing, steps=3)
     assert newest(tmp_path) == 3 and written.call_count == 3
 
@@ -129,15 +133,30 @@ class TestFails:
             assert said[0].startswith(f"warning: --save {shared_path}: step 2 was not saved: ")
             assert said[0].endswith("GB are free there; the next save tries again")
             # Megatron's writer names the error's class only.
-            reasons = {"_write_item": "<class 'OSError'>", "_compute_file_hash": "cannot read"}
-            assert reasons.get(place.name, REASON) in said[0]
+            assert (REASON, "<class 'OSError'>")[place.name == "_write_item"] in said[0]
         dist.barrier()  # the first rank deletes the directory
+
+    @pytest.mark.parametrize("raised", [CheckpointException("w", {}), SystemExit(3)], ids=repr)
+    def test_by_any_class_of_error(self, raised, monkeypatch, shared_path):
+        """PyTorch's own is no `Exception`, and Megatron exits in places."""
+        write = parallel_manifest._write_manifest
+
+        def fails(*arguments):
+            if get_args().curr_iteration == 0:
+                raise raised
+            return write(*arguments)
+
+        monkeypatch.setattr(parallel_manifest, "_write_manifest", fails)
+        trajectory(*SAVES, str(shared_path), steps=2)
+        dist.barrier()
+        assert newest(shared_path) == 2 and not (shared_path / "iter_0000001").exists()
+        dist.barrier()
 
     @pytest.mark.parametrize(
         ("place", "ends"),
         [
             ("a rank's probe", ("--train-iters", "3")),
-            ("a rank's hashes", ("--exit-interval", "3")),
+            ("the tracker", ("--exit-interval", "3")),
         ],
     )
     def test_at_the_last_step_and_the_run_ends_with_the_line(
@@ -148,7 +167,7 @@ class TestFails:
         later = shared_path / "iter_0000003/__0_0.distcp"
         later.parent.mkdir(exist_ok=True)
         later.touch()
-        has_begun, place = place == "a rank's hashes", PLACES[place]
+        has_begun, place = place == "the tracker", PLACES[place]
         monkeypatch.setattr(place.owner, place.name, failing(getattr(*place[:2]), place, 3))
         kept = ("--save-retain-interval", "100", *ends)
         with pytest.raises(UserError, match="step 3 was not saved: .*before it is as it was$"):
