@@ -160,7 +160,7 @@ ROWS = {
         ),
     },
     "a loading process dies": {
-        "killed": Fault(killed, "a loading process has died: ", later=True),
+        "killed": Fault(killed, r"DataLoader worker \(pid.*\) .*; it was reading .*", later=True),
     },
     "the survey or the index cannot be read at the start": {
         "survey cut short": Fault(
