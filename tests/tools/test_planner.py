@@ -267,4 +267,5 @@ def test_the_fastest_plan_is_run_by_ranks_whose_layouts_are_planned(more, monkey
         found = Run.of(planned, ranks).layouts
         assert found.batch.micro_size == 1 or "--pack" not in more
         assert found.non_colocated or "--placement" not in more
+        assert all(word not in ("--language=", "planned") for word in planned)
         assert found in list(candidates(task_of(*words, world=ranks, gpus_per_node=2)))

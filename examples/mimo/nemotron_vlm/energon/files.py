@@ -9,6 +9,7 @@ place in the file, so survey, order and resume work as with shards.
 """
 
 import base64
+import errno
 import hashlib
 import json
 from collections.abc import Collection, Iterator
@@ -47,6 +48,11 @@ HELD_OUT = 50
 
 SMALL = 10_000
 """Most samples that training surveys by itself."""
+
+OF_THE_PATH = {
+    getattr(errno, name) for name in "ENOENT EISDIR ENOTDIR ENAMETOOLONG ELOOP EACCES EPERM".split()
+}
+"""Errors of a medium's path: the record is bad. Others are of the file system."""
 
 CHUNK = 256
 """Samples that one process surveys at a time, as it does a shard."""
@@ -120,9 +126,10 @@ class FileSet(DataSet):
                 whole[name] = b""
                 if read:
                     whole[name] = content if isinstance(content, bytes) else content.read_bytes()
-        except (FileNotFoundError, IsADirectoryError) as error:
-            raise BadConversation(f"{error.filename}: no such file") from error
         except OSError as error:
+            if error.errno in OF_THE_PATH:
+                text = (error.strerror or "").lower()
+                raise BadConversation(f"{error.filename}: {text}") from error
             raise Unreadable(one_line(error)) from error
         return whole
 

@@ -119,14 +119,15 @@ class Survey:
         ends = own[self.media_ends]
         return int(np.diff(ends, prepend=0)[indices].sum())
 
-    def states(self, seq_length: int, cut: bool = False) -> np.ndarray:
+    def states(self, seq_length: int, cut: bool = False, part: slice = slice(None)) -> np.ndarray:
         """Return the states of samples, int32; those that need more tokens are too long.
 
         Args:
             cut: whether samples need only the tokens to which they may be cut.
+            part: the samples; all by default.
         """
         tokens = self.needed if cut else self.tokens
-        return np.where(tokens > seq_length, TOO_LONG, self.state)
+        return np.where(tokens[part] > seq_length, TOO_LONG, self.state[part])
 
 
 def checksum(contents: Iterable[bytes]) -> int:

@@ -87,7 +87,9 @@ class Run:
                 trained = [name for name in preset.names if (name, "encoder") not in parts.frozen]
                 captured = trained if have_equal_images(args) else ()
                 configs = make_configs(args, preset, layouts, captured)
-                if not line.only_asks:  # its checks look for packages
+                if not (
+                    line.only_asks and args.use_precision_aware_optimizer
+                ):  # looks for a package
                     get_megatron_optimizer_config(args)
         except UserError as error:
             failed = error

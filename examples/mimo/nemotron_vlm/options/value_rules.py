@@ -108,9 +108,11 @@ OF_VALUES = [
     ),
     Rule(
         "--train-samples",
-        lambda r: (r.asked.train_samples or math.inf) < r.asked.global_batch_size,
+        lambda r: (
+            r.asked.train_samples is not None and r.asked.train_samples < r.asked.global_batch_size
+        ),
         "{train_samples} must be {global_batch_size} or more, the samples of a step",
-        example="--train-samples 10",
+        example="--train-samples 0",
     ),
     Rule(
         "--lr-warmup-iters",

@@ -37,6 +37,7 @@ RECOMPUTE = {
 }
 """Options of the program, by recompute setting."""
 DECIDED = "--plan", "--recompute-", "--encoder-macro-batch", "--placement", "--micro-batch-size"
+DECIDED += ("--language",)
 """Beginnings of options that a plan's command has of its own, or has not."""
 GIB = 2**30
 SHARES = ("bubble", "communication", "gradients")

@@ -23,9 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedStateDict,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,

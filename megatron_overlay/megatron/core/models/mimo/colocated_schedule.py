@@ -158,9 +158,13 @@ def colocated_forward_backward_with_pp(
             ``seq_length``, ``micro_batch_size``, …
 
     Raises:
-        ValueError: a rank encodes other samples than it consumes; on all ranks alike.
+        ValueError: a rank encodes other samples than it consumes, or the grids have other ranks; on
+            all ranks alike.
     """
     if encoder_grid is not None and llm_grid is not None:
+        spans = [(grid.rank_offset, grid.size) for grid in (encoder_grid, llm_grid)]
+        if spans[0] != spans[1]:
+            raise ValueError(f"{encoder_name} and the language model have other ranks: {spans}")
         topology = bridge_topology(encoder_grid, llm_grid)
         if any(topology.encodes(rank) != topology.consumes(rank) for rank in topology.dest):
             raise ValueError(

@@ -140,6 +140,8 @@ def test_a_large_file_is_surveyed_before(photos, monkeypatch, capsys):
     ("record", "reason"),
     [
         ({"image": "photos/b.png"}, "photos/b.png: no such file"),
+        ({"image": f"photos/{'b' * 300}.png"}, "file name too long"),
+        ({"image": "photos/a.png/b.png"}, "not a directory"),
         ({"image": "photos"}, "has the name of no image file"),
         ({"image": 7}, "its image is 7, no path of a file"),
         ({"image": "data:image/png;base64,a"}, "its image is no base64"),

@@ -118,3 +118,6 @@ def test_batches_that_would_have_to_be_shared_out_are_refused():
     grids = (HyperCommGrid([1, 4], ["tp", "dp"]), HyperCommGrid([2, 2], ["tp", "dp"]))
     with pytest.raises(ValueError, match="other samples of images than they consume"):
         colocated_forward_backward_with_pp(None, iter(()), 1, *grids)
+    fewer = HyperCommGrid([1, 2], ["tp", "dp"], rank_offset=2)
+    with pytest.raises(ValueError, match=r"other ranks: \[\(0, 4\), \(2, 2\)\]"):
+        colocated_forward_backward_with_pp(None, iter(()), 1, grids[0], fewer)
