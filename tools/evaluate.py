@@ -43,9 +43,9 @@ def _evaluate(options: Namespace) -> None:
     from judging import mean_scores, scores_of
     from tqdm import tqdm
 
+    from conversion.directions import preset_of_run
     from conversion.their_model import Conversation, question_of
     from conversion.torch_dist import Checkpoint
-    from conversion.trained import preset_as_trained
     from examples.mimo.nemotron_vlm.data import make_source
     from examples.mimo.nemotron_vlm.loop.metrics import read_metrics
     from examples.mimo.nemotron_vlm.loop.page import Shown, write_page
@@ -53,7 +53,7 @@ def _evaluate(options: Namespace) -> None:
     saved = Checkpoint(options.checkpoint)
     args = saved.options
     args.data = options.data or args.data
-    source = make_source(args, preset_as_trained(args))
+    source = make_source(args, preset_of_run(args))
     samples = list(_questions(source, options.samples))
     asked = [(name, question) for name, question in samples if question]
     records = (

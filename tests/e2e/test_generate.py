@@ -22,11 +22,17 @@ from examples.mimo.nemotron_vlm.energon.chat_template import DEFAULT_TEMPLATE
 from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn
 from examples.mimo.nemotron_vlm.loop import forward_step, page
 from examples.mimo.nemotron_vlm.loop.asking import ask_command
-from tests.unit_tests.checkpoint.conversions import Given, assert_verified, convert
+from tests.unit_tests.checkpoint.conversions import (
+    BATCH,
+    Given,
+    assert_verified,
+    convert,
+    loading,
+    our_logits,
+)
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
-from tests.unit_tests.checkpoint.program_logits import BATCH, SAMPLES, loading, program_logits
 from tests.unit_tests.examples.nemotron_vlm.energon import digits_data as shards
-from tests.unit_tests.examples.nemotron_vlm.runs import OWN_DEFAULTS, trainer
+from tests.unit_tests.examples.nemotron_vlm.runs import DEVICE, OWN_DEFAULTS, trainer
 from tests.unit_tests.test_utilities import Utils
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
@@ -34,10 +40,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import evaluate  # noqa: E402
 import generate  # noqa: E402
 
+from conversion.directions import preset_of_checkpoint  # noqa: E402
 from conversion.trained import _tokenizer  # noqa: E402
 
-LENGTH, ANSWER, SEED = 64, 6, 1234
-"""Tokens of a sample, and of an answer at most; and the program's default seed."""
+LENGTH, ANSWER, SEED, SAMPLES = 64, 6, 1234, 4
+"""Tokens of a sample, and of an answer at most; the program's default seed; number of samples."""
 
 
 def before_answer(source: SampleSource, number: int) -> torch.Tensor:
@@ -139,19 +146,19 @@ def test_answers_are_the_most_likely_tokens_of_our_model(trained, capsys, monkey
     found = [list(map(int, line.split())) for line in said]
     assert len(set(said)) == SAMPLES and min(map(len, found)) > 1
     answers_of = dict(zip(asked, found, strict=True))
-    model = "--model", str(path / "first/model.json"), "--load", str(path / "saved")
-    likely = program_logits(*options, *model, source=answered(source, answers_of)).argmax(-1)
-    for row, (number, answer) in zip(likely, answers_of.items(), strict=True):
+    saved = preset_of_checkpoint(path / "saved")
+    logits = our_logits(path / "saved", saved, answered(source, answers_of), *DEVICE)
+    for row, (number, answer) in zip(logits, answers_of.items(), strict=True):
         start = len(before_answer(source, number)) - 1
-        assert row[start : start + len(answer)].tolist() == answer
+        assert row[start : start + len(answer)].argmax(-1).tolist() == answer
     Utils.destroy()
     capsys.readouterr()
     converted = path / "saved-hugging-face/iter_0000001"
     assert answers(capsys, converted, asked.values()) == said
     (path / "saved/best.json").write_text('{"step": 1}')
     assert answers(capsys, path / "saved/best", asked.values()) == said
-    sound = " sound" if "--dynamic-resolution" in options else ""
-    assert_verified(path / "saved", converted, f"text image video{sound}")
+    more = " video sound" if "--dynamic-resolution" in options else ""
+    assert_verified(path / "saved", converted, f"text image{more}")
 
 
 def test_an_evaluation_asks_about_each_sample(trained, capsys, tmp_path):

@@ -34,8 +34,6 @@ def _parser() -> argparse.ArgumentParser:
     given.add_argument("--adapter", type=Path, metavar="DIR", help="adapters of peft")
     encoders = "has the model's encoders, and the adapters' base; nano-omni-30b-a3b by default"
     into.add_argument("--model", default="nano-omni-30b-a3b", metavar="NAME|FILE", help=encoders)
-    dropped = {"action": "append", "default": [], "metavar": "PATTERN"}
-    into.add_argument("--leave-out", help="tensors to leave out, e.g. 'sound_*'", **dropped)
     back = commands.add_parser("megatron-to-hf", help="write a Hugging Face directory")
     back.set_defaults(run=_to_hugging_face)
     back.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="as --load takes it")
@@ -73,14 +71,14 @@ def _to_megatron(options: argparse.Namespace) -> None:
         words = f"--pretrained-checkpoint BASE {from_peft(options.adapter, base, out)}"
         print(f"begin a run with: --finetune --load {out} {words}")
         return
-    dropped, initial = to_megatron(options.vlm, base, out, options.leave_out)
-    _list("not in our model, left out", dropped)
-    _list("initial weights", initial)
+    left_out, lacking = to_megatron(options.vlm, base, out)
+    _list("not in our model, left out", left_out)
+    _list(f"not in {options.vlm}, left out", lacking)
     print(f"load it with: --model {out / MODEL} --pretrained-checkpoint {out}")
 
 
 def _to_hugging_face(options: argparse.Namespace) -> None:
-    from conversion.directions import preset_of_checkpoint, to_hugging_face
+    from conversion.directions import to_hugging_face
     from conversion.trained import export
 
     if options.adapter:
@@ -89,8 +87,7 @@ def _to_hugging_face(options: argparse.Namespace) -> None:
         return to_peft(options.checkpoint, options.like, options.out)
     if not options.like:
         return export(options.checkpoint, options.out)
-    base = preset_of_checkpoint(options.checkpoint)
-    copied = to_hugging_face(options.checkpoint, options.like, base, options.out)
+    copied = to_hugging_face(options.checkpoint, options.like, options.out)
     _list(f"not in our model, copied from {options.like}", copied)
 
 

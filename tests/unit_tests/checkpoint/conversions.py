@@ -16,17 +16,32 @@ from safetensors.torch import load_file
 
 from examples.mimo.pretrain_nemotron_vlm import ALONE
 from tests.unit_tests.checkpoint.hugging_face import save
+from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools" / "checkpoint"))
 
 import convert as program  # noqa: E402
+from conversion import tensor_files, torch_dist  # noqa: E402, F401
 from conversion.published import Published, config_of  # noqa: E402, F401
 from conversion.tensor_files import INDEX, write_files  # noqa: E402, F401
-from conversion.verify import LEAST, Given, of_each_kind, their_logits  # noqa: E402, F401
+from conversion.verify import LEAST, Given, of_each_kind, our_logits, their_logits  # noqa: E402, F401
 
 TOLERANCE = 1e-4 if HAVE_CUDA else 1e-5
 """Absolute tolerance of fp32 logits of the size of one; GPU kernels have their own exponentials."""
+
+
+LAYERS = ENGINE if HAVE_CUDA else ()
+"""Layers that load a converted checkpoint: on GPUs those that are the default."""
+
+BATCH = ("--seq-length", "24", "--global-batch-size", "4", "--micro-batch-size", "1")
+BATCH += ("--train-iters", "1", "--eval-iters", "1")
+
+
+def loading(directory: Path) -> tuple[str, ...]:
+    """Options that load a converted checkpoint."""
+    model = ("--model", str(directory / "model.json"))
+    return (*model, *LAYERS, "--pretrained-checkpoint", str(directory))
 
 
 def run_converter(*arguments: str | Path) -> int:
@@ -67,7 +82,11 @@ def assert_back_again(checkpoint: Path, theirs: Path) -> str:
     """Assert that converting back gives theirs, bit for bit; return what the converter prints."""
     back = theirs.with_name(f"{theirs.name}-back")
     said = convert("megatron-to-hf", checkpoint, "--like", theirs, "--out", back)
-    assert_same_bits(back, theirs)
+    ours, wanted = tensors_of(back), tensors_of(theirs)
+    assert ours.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
+    assert (back / "config.json").read_bytes() == (theirs / "config.json").read_bytes()
     return said
 
 
@@ -85,13 +104,3 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of a Hugging Face directory."""
     files = directory.glob("*.safetensors")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def assert_same_bits(directory: Path, other: Path) -> None:
-    """Assert that names, types, shapes and bits of all tensors agree, and the configuration."""
-    ours, theirs = tensors_of(directory), tensors_of(other)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype, name
-        assert torch.equal(ours[name], tensor), name
-    assert (directory / "config.json").read_bytes() == (other / "config.json").read_bytes()

@@ -6,39 +6,33 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from einops import rearrange
 from safetensors.torch import load_file
 
-from examples.mimo.nemotron_vlm.model.encoders import Encoder
 from examples.mimo.nemotron_vlm.model.encoders.radio.entry import Radio
-from examples.mimo.nemotron_vlm.model.encoders.sound import Sound
 from examples.mimo.nemotron_vlm.model.names import IMAGE, IMAGES
 from examples.mimo.nemotron_vlm.model.presets import find_preset
 from tests.unit_tests.checkpoint.conversions import (
     INDEX,
+    LAYERS,
     TOLERANCE,
     Given,
     assert_back_again,
+    convert,
     convert_once,
-    run_converter,
+    our_logits,
+    tensor_files,
     their_logits,
+    torch_dist,
     write_files,
 )
-from tests.unit_tests.checkpoint.hugging_face import whole_vlm
-from tests.unit_tests.checkpoint.program_logits import (
-    BATCH,
-    LENGTH,
-    SAMPLES,
-    loading,
-    program_logits,
-)
-from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
+from tests.unit_tests.examples.nemotron_vlm.runs import DEVICE
 from tests.unit_tests.test_utilities import HAVE_CUDA, requires_world_size
 
-TILES = 2
-"""Tiles of a sample."""
+SAMPLES, TILES, LENGTH = 4, 2, 24
+"""Number of samples; tiles and tokens of a sample."""
 
 pytestmark = requires_world_size(1)
 
@@ -60,56 +54,40 @@ def given(images: Radio, is_cut: bool) -> Given:
 
 def mixed_vlm() -> torch.nn.Module:
     """A VLM whose language model is in 16 bits."""
-    model = whole_vlm()
+    model = whole_vlm(sound=True)
     model.language_model.bfloat16()
     return model
 
 
-def weights(*options: str) -> dict[str, torch.Tensor]:
-    """Weights of the program's model, by name."""
-    with trainer(*BATCH, *options) as run:
-        return {name: each.detach().clone() for name, each in run.stages[0].named_parameters()}
-
-
-def test_tiles_have_their_logits_and_back_they_have_the_same_bits(tmp_path):
+def test_tiles_have_their_logits_and_back_they_have_the_same_bits(tmp_path, monkeypatch):
+    """Sound and video, which the chosen model lacks, are left out, and copied back."""
+    for module in (tensor_files, torch_dist):
+        monkeypatch.setattr(module, "FILE_BYTES", 20_000)
     directory = convert_once(tmp_path, mixed_vlm, "tiny")
-    theirs = directory.with_name("theirs")
-    assert len(list(theirs.glob("*.safetensors"))) > 1
-    images = find_preset(str(directory / "model.json")).images
+    assert HAVE_CUDA or len(list(directory.glob("release/*.distcp"))) > 1
+    preset = find_preset(str(directory / "model.json"))
     with torch.no_grad():
-        wanted = torch.stack(their_logits(mixed_vlm().float(), images, given(images, True)))
-    assert wanted.std() > 0.5
-    ours = program_logits(*loading(directory), source=given(images, False))
-    assert (ours - wanted).abs().max() <= TOLERANCE
-    assert_back_again(directory, theirs)
+        wanted = their_logits(mixed_vlm().float(), preset.images, given(preset.images, True))
+    ours = our_logits(directory, preset, given(preset.images, False), *DEVICE, *LAYERS)
+    assert torch.stack(wanted).std() > 0.5
+    assert (torch.stack(ours) - torch.stack(wanted)).abs().max() <= TOLERANCE
+    copied = assert_back_again(directory, directory.with_name("theirs"))
+    assert "video_embedder" in copied and "sound_projection" in copied
 
 
-@pytest.mark.parametrize("is_known", [True, False], ids=["known", "unknown"])
-def test_parts_that_are_not_there_begin_as_the_program_would(
-    is_known, tmp_path, monkeypatch, capsys
-):
-    """So do encoders that no model of Hugging Face has."""
-    if not is_known:
-        if HAVE_CUDA:
-            pytest.skip("beside a GPU the converter is another process, which knows the sound")
-        monkeypatch.setattr(Sound, "parts", Encoder.parts)
-    whole_vlm().save_pretrained(tmp_path / "theirs")
-    ours = tmp_path / "ours"
-    words = "hf-to-megatron", "--vlm", tmp_path / "theirs", "--model", "tiny-omni", "--out", ours
-    assert run_converter(*words) == 0
-    sound = "sound encoder, sound projector" if is_known else Sound.name
-    assert f"initial weights: {sound}\n" in capsys.readouterr().out
-    model = "--model", str(ours / "model.json")
-    loaded, fresh = weights(*model, "--load", str(ours)), weights(*model)
-    for name, weight in fresh.items():
-        assert torch.equal(loaded[name], weight) == (".sound." in name), name
+def test_an_encoder_that_a_directory_lacks_is_left_out(tmp_path):
+    ours, theirs = tmp_path / "ours", save(whole_vlm(), tmp_path / "theirs")
+    said = convert("hf-to-megatron", "--vlm", theirs, "--model", "tiny-omni", "--out", ours)
+    assert f"not in {theirs}, left out: sound\n" in said
+    assert find_preset(str(ours / "model.json")).names == [IMAGES]
 
 
-def test_many_tensors_go_to_several_files_with_an_index(tmp_path):
+def test_many_tensors_go_to_several_files_with_an_index(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_files, "FILE_BYTES", 1000)
     tensors = {f"layer.{n}": torch.full((100,), float(n)) for n in range(4)}
     tensors["layer.4"] = torch.zeros(1000)
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-    write_files(tmp_path, sizes, lambda names: {n: tensors[n] for n in names}, limit=1000)
+    write_files(tmp_path, sizes, lambda names: {n: tensors[n] for n in names})
     index = json.loads((tmp_path / INDEX).read_text())["weight_map"]
     for name, tensor in tensors.items():
         assert torch.equal(load_file(tmp_path / index[name])[name], tensor)

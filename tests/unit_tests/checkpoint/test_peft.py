@@ -10,9 +10,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from megatron.core.transformer.lora import is_adapter
-from tests.unit_tests.checkpoint.conversions import TOLERANCE, convert, run_converter, tensors_of
+from tests.unit_tests.checkpoint.conversions import (
+    BATCH,
+    TOLERANCE,
+    convert,
+    loading,
+    run_converter,
+    tensors_of,
+)
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
-from tests.unit_tests.checkpoint.program_logits import BATCH, loading
 from tests.unit_tests.checkpoint.test_omni import (
     CONVERSATIONS,
     PLAIN,

@@ -3,6 +3,7 @@
 """The two conversions; their output directories appear complete or not at all."""
 
 import contextlib
+import math
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator
@@ -12,19 +13,16 @@ from pathlib import Path
 import torch
 
 from conversion.merged import whole_model
-from conversion.program_model import program_model, saved_key
-from conversion.published import Published, matching, parts_of, translation_of, with_sizes
-from conversion.rows import differences, refuse
+from conversion.published import Published
+from conversion.rows import Translation, check_tensors
 from conversion.tensor_files import write_files
 from conversion.torch_dist import Checkpoint, write_checkpoint
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.data.reading_options import preset_of
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset, write_preset
 
 MODEL = "model.json"
 """File of the sizes in a converted checkpoint, whose path ``--model`` takes."""
-
-VIDEO_EMBEDDER = ".video_embedder."
-"""Part of the name of our embedder of video."""
 
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md")
 """Patterns of a Hugging Face directory's files other than tensors, which are copied."""
@@ -40,7 +38,7 @@ def preset_of_checkpoint(checkpoint: Path) -> VLMPreset:
 
 def preset_of_run(args: Namespace) -> VLMPreset:
     """Return the sizes of a run's model, whose options may be others than those of ``--model``."""
-    preset = find_preset(args.model)
+    preset = preset_of(args)
     sizes = {field.name: getattr(args, field.name) for field in fields(preset.language)}
     sizes["hybrid_layer_pattern"] = sizes["hybrid_layer_pattern"].replace("|", "")  # stages
     return replace(preset, language=replace(preset.language, **sizes))
@@ -65,52 +63,37 @@ def whole_directory(out: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def to_megatron(
-    directory: Path, base: VLMPreset, out: Path, leave_out: list[str]
-) -> tuple[list[str], list[str]]:
+def to_megatron(directory: Path, base: VLMPreset, out: Path) -> tuple[list[str], list[str]]:
     """Write a checkpoint of the program from a Hugging Face directory.
 
     Args:
-        base: preset with the model's encoders, and the sizes of those that the directory lacks.
+        base: preset with the model's encoders.
         out: the new directory.
-        leave_out: patterns of tensors that are not converted.
 
     Returns:
-        Names of the tensors that were not converted, and the parts that the directory lacks, which
-        have the program's initial weights.
+        Names of the tensors that were not converted, and the encoders that the directory lacks,
+        which the new model lacks, too.
 
     Raises:
         UserError: nothing is written then.
     """
     theirs = Published(directory, base)
-    with program_model(theirs.preset) as program:
-        translation = translation_of(theirs.parts, theirs.preset, program.shapes)
-        dropped = theirs.check(translation, leave_out)
-
-        def make(name: str) -> torch.Tensor:
-            if name not in translation.of_ours:
-                return program.initial(name)
-            return translation.join(name, theirs.files.rows)
-
-        dtypes = dict.fromkeys(program.parts, torch.float32) | {
-            name: theirs.files.dtype(slices[0].theirs)
-            for name, slices in translation.of_ours.items()
-        }
-        with whole_directory(out) as partial:
-            write_preset(theirs.preset, partial / MODEL)
-            write_checkpoint(partial, program.parts, dtypes, make)
-    initial = [part.name for part in parts_of(base) if part not in theirs.parts]
-    return dropped, initial + [each.name for each in base.encoders if not each.parts()]
+    made, files = Translation(theirs.preset), theirs.files
+    left_out = theirs.left_out(made.shapes)
+    dtypes = {name: files.dtype(slices[0].theirs) for name, slices in made.of_ours.items()}
+    with whole_directory(out) as partial:
+        write_preset(theirs.preset, partial / MODEL)
+        write_checkpoint(partial, made.parts, dtypes, lambda name: made.join(name, files.rows))
+    return left_out, [name for name in base.names if name not in theirs.preset.names]
 
 
-def to_hugging_face(checkpoint: Path, like: Path, base: VLMPreset, out: Path) -> list[str]:
+def to_hugging_face(checkpoint: Path, like: Path, out: Path) -> list[str]:
     """Write a Hugging Face directory from a checkpoint.
 
     Args:
         checkpoint: directory of the program's checkpoint.
         like: the directory of a model of the same sizes, with or without its tensors. Its
             configuration and other files are copied, and so are tensors that our model lacks.
-        base: preset of the checkpoint.
         out: the new directory.
 
     Returns:
@@ -119,40 +102,29 @@ def to_hugging_face(checkpoint: Path, like: Path, base: VLMPreset, out: Path) ->
     Raises:
         UserError: nothing is written then.
     """
-    saved, theirs = whole_model(checkpoint), Published(like, base, may_lack_tensors=True)
-    preset, files = theirs.preset, theirs.files
-    if base.images.tubelet == 1 and not any(VIDEO_EMBEDDER in key for key in saved.tensors):
-        images = replace(preset.images, tubelet=1)  # transformers' model always embeds video
-        preset = with_sizes(preset, images.name, images)
-    with program_model(preset) as program:
-        parts = program.parts
-        made = translation_of(theirs.parts, preset, program.shapes)
-    held = tuple(saved_key(part.ours) for part in theirs.parts)
-    wanted = {saved_key(part.key): tuple(part.global_shape) for part in parts.values()}
-    wanted = {key: shape for key, shape in wanted.items() if key.startswith(held)}
-    found = {key: value.size for key, value in saved.tensors.items() if key.startswith(held)}
-    refuse(differences(wanted, found, saved.directory))
+    saved = whole_model(checkpoint)
+    theirs = Published(like, preset_of_checkpoint(checkpoint), may_lack_tensors=True)
+    made, files = Translation(theirs.preset), theirs.files
+    wanted = {part.key: part.global_shape for part in made.parts.values()}
+    found = {key: value.size for key, value in saved.tensors.items()}
+    check_tensors(wanted, found, saved.directory)
     copied = [name for name in files.shapes if name not in made.of_theirs]
 
     def make(names: list[str]) -> dict[str, torch.Tensor]:
-        needed = {p.ours for name in names for p in made.of_theirs.get(name, ())}
-        ours = saved.read({name: parts[name] for name in sorted(needed)})
+        needed = {each.ours for name in names for each in made.of_theirs.get(name, ())}
+        ours = saved.read({name: made.parts[name] for name in sorted(needed)})
         return {
             name: files.read(name) if name in copied else made.split(name, ours) for name in names
         }
 
-    def size(name: str) -> int:
-        """Return the bytes of a tensor of theirs."""
-        if name in copied:
-            return torch.Size(files.shapes[name]).numel() * files.dtype(name).itemsize
-        key = saved_key(parts[made.of_theirs[name][0].ours].key)
-        itemsize = saved.tensors[key].properties.dtype.itemsize
-        return torch.Size(made.shapes[name]).numel() * itemsize
-
-    sizes = {name: size(name) for name in sorted([*made.of_theirs, *copied])}
+    dtypes = {name: files.dtype(name) for name in copied}
+    for name, slices in made.of_theirs.items():
+        dtypes[name] = saved.tensors[made.parts[slices[0].ours].key].properties.dtype
+    shapes = files.shapes | made.shapes
+    sizes = {name: math.prod(shapes[name]) * dtypes[name].itemsize for name in sorted(dtypes)}
     with whole_directory(out) as directory:
         write_files(directory, sizes, make)
-        for name in matching((path.name for path in like.iterdir() if path.is_file()), COPIED):
-            if not name.endswith(".safetensors.index.json"):
-                shutil.copyfile(like / name, directory / name)
+        for path in {path for pattern in COPIED for path in like.glob(pattern)}:
+            if path.is_file() and not path.name.endswith(".safetensors.index.json"):
+                shutil.copyfile(path, directory / path.name)
     return copied

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from conversion.program_model import MODULE, saved_key
 from conversion.torch_dist import Checkpoint
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.model.adapters import checksum, digits
@@ -27,8 +26,8 @@ def whole_model(directory: Path) -> Checkpoint:
 
 
 def adapters_of(saved: Checkpoint) -> list[str]:
-    """Return the keys of a checkpoint's adapters, without the optimizer's."""
-    return [key for key in saved.tensors if MODULE.match(key) and is_adapter(key)]
+    """Return the keys of a checkpoint's adapters."""
+    return list(filter(is_adapter, saved.tensors))
 
 
 def loading(directory: Path) -> str:
@@ -59,7 +58,7 @@ class _Merged(Checkpoint):
                 f"{trained.directory}: its base has initial weights, which are not saved"
             )
         super().__init__(Path(args.pretrained_checkpoint))
-        own = {key for key in trained.tensors if MODULE.match(key) and not is_adapter(key)}
+        own = set(trained.tensors) - set(adapters_of(trained))
         found = self._checksum(own, args.vocab_size)
         if args.lora_base not in (None, found):
             raise UserError(
@@ -75,18 +74,17 @@ class _Merged(Checkpoint):
         """Return the checksum of the base's tensors, without those that were trained, by key."""
         total = torch.zeros(1, dtype=torch.int64)
         for key in self.tensors.keys() - trained:
-            if MODULE.match(key):
-                whole = ShardedTensor.from_rank_offsets(key, self.whole([key])[key])
-                total += checksum(whole, words)
+            whole = ShardedTensor.from_rank_offsets(key, self.whole([key])[key])
+            total += checksum(whole, words)
         return digits(total)
 
     def read(self, parts: Mapping[str, ShardedTensor]) -> dict[str, torch.Tensor]:
         """Read the tensors of parts, by name."""
-        own = {name for name, part in parts.items() if saved_key(part.key) in self._trained.tensors}
+        own = {name for name, part in parts.items() if part.key in self._trained.tensors}
         tensors = self._trained.read({name: parts[name] for name in own})
         tensors |= super().read({name: parts[name] for name in parts.keys() - own})
         for name, part in parts.items():
-            first, second = matrices_of(saved_key(part.key))
+            first, second = matrices_of(part.key)
             if second in self._held:
                 place = part.global_offset[: part.prepend_axis_num]
                 pair = self._held[first][place], self._held[second][place]

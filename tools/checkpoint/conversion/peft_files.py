@@ -8,23 +8,19 @@ and the experts of a layer as one. B's rows go where the rows of the adapted wei
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig
-from safetensors.torch import save_file
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 
 from conversion.directions import MODEL, preset_of_run, whole_directory
 from conversion.merged import adapters_of, matrices_of
-from conversion.program_model import program_model, saved_key
-from conversion.published import parts_of, translation_of
-from conversion.rows import Shape, Slice, Translation, differences, refuse
-from conversion.tensor_files import TensorFiles
+from conversion.rows import Shape, Slice, Translation, check_tensors, program_parts
+from conversion.tensor_files import TensorFiles, write_file
 from conversion.torch_dist import Checkpoint, write_checkpoint
 from conversion.trained import their_config
 from examples.mimo.common.errors import UserError
@@ -54,23 +50,16 @@ EXPECTED = {
 """Fields of a LoraConfig for which our adapters support one value."""
 
 
-def _parameters(
-    preset: VLMPreset, shapes: Mapping[str, Shape]
-) -> tuple[Translation, dict[str, list[list[Slice]]]]:
-    """Return the translation of a whole VLM, and what transformers' parameters are made of.
+def _parameters(translation: Translation, config) -> dict[str, list[list[Slice]]]:
+    """Return what transformers' parameters are made of.
 
     Args:
-        shapes: shapes of our tensors, by name.
+        config: transformers' configuration of the model.
 
     Returns:
-        The second has a list of slices by a parameter's name, from its first row on; a layer's
-        experts are one parameter, with a list for each.
-
-    Raises:
-        UserError: transformers has no such model.
+        A list of slices by a parameter's name; a layer's experts are one parameter, with a list for
+        each.
     """
-    config = their_config(preset, {each.name: each.token for each in preset.encoders})
-    translation = translation_of(parts_of(preset), preset, shapes)
     with torch.device("meta"):
         rules = get_model_conversion_mapping(NemotronH_Omni_Reasoning_V3(config))
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -85,10 +74,8 @@ def _parameters(
                 targets = [renamed.replace(first, target) for target in rule.target_patterns]
         rows = translation.shapes[name][0] // len(targets)
         for number, target in enumerate(targets):
-            mine = [each for each in slices if each.their_start // rows == number]
-            start = number * rows
-            found[target].append([replace(s, their_start=s.their_start - start) for s in mine])
-    return translation, found
+            found[target].append([each for each in slices if each.their_start // rows == number])
+    return found
 
 
 def to_peft(checkpoint: Path, like: Path | None, out: Path) -> None:
@@ -106,21 +93,21 @@ def to_peft(checkpoint: Path, like: Path | None, out: Path) -> None:
     if not held:
         raise UserError(f"{saved.directory} has no adapters: leave out --adapter")
     args, preset = saved.options, preset_of_run(saved.options)
-    with program_model(preset) as program:
-        parts = program.parts
-        translation, parameters = _parameters(preset, program.shapes)
+    translation = Translation(preset)
+    parts = translation.parts
 
     def matrix(ours: str, which: int) -> torch.Tensor:
         """Return A (0) or B (1) of a tensor of ours."""
         part = parts[ours]
         place = part.global_offset[: part.prepend_axis_num]
-        return held[matrices_of(saved_key(part.key))[which]][place]
+        return held[matrices_of(part.key)[which]][place]
 
     tensors: dict[str, torch.Tensor] = {}
     pairs: dict[str, list[list[Slice]]] = {}
-    for target, pieces in parameters.items():
+    theirs = their_config(preset, args.token_ids)
+    for target, pieces in _parameters(translation, theirs).items():
         first = pieces[0][0]
-        key = saved_key(parts[first.ours].key)
+        key = parts[first.ours].key
         if key in saved.tensors:
             if part_of(first.ours)[1] != "projector":
                 raise UserError(f"{first.ours} was trained, too: leave out --adapter")
@@ -152,9 +139,8 @@ def to_peft(checkpoint: Path, like: Path | None, out: Path) -> None:
     )
     with whole_directory(out) as directory:
         config.save_pretrained(directory)
-        file = directory / "adapter_model.safetensors"
-        save_file({PREFIX + name: tensor.clone() for name, tensor in tensors.items()}, file)
-        file.chmod(directory.stat().st_mode & 0o666)  # save_file makes it private
+        named = {PREFIX + name: tensor for name, tensor in tensors.items()}
+        write_file(directory / "adapter_model.safetensors", named)
 
 
 def _place(target: str, adapted: Collection[str]) -> str:
@@ -188,9 +174,9 @@ def from_peft(directory: Path, preset: VLMPreset, out: Path) -> str:
     except (ValueError, TypeError) as error:
         raise UserError(f"{directory}: no adapters of peft: {error}") from error
     check_values("the adapters", config, EXPECTED)
-    with program_model(preset) as program:
-        translation, parameters = _parameters(preset, program.shapes)
-    files = TensorFiles(directory, may_be_none=False)
+    tokens = {each.name: each.token for each in preset.encoders}
+    translation, files = Translation(preset), TensorFiles(directory)
+    parameters = _parameters(translation, their_config(preset, tokens))
     ends = tuple(f".{name}" for name in ["weight", *(config.target_parameters or ())])
     chosen = [target for target in parameters if f".{target}".endswith(ends)]
     wanted: dict[str, Shape] = {}
@@ -201,7 +187,7 @@ def from_peft(directory: Path, preset: VLMPreset, out: Path) -> str:
             pieces, adapted[target] = parameters[target], (a, b)
             rank, columns = config.r * len(pieces), translation.shapes[pieces[0][0].theirs][1:]
             wanted |= {a: (rank, sum(columns)), b: (sum(s.count for s in pieces[0]), rank)}
-    refuse(differences(wanted, files.shapes, files.directory))
+    check_tensors(wanted, files.shapes, files.directory)
     if not adapted:
         raise UserError(f"{files.directory} has no adapters")
     words: set[str] = set()
@@ -212,11 +198,11 @@ def from_peft(directory: Path, preset: VLMPreset, out: Path) -> str:
         seconds = files.read(b).unflatten(1, (-1, len(pieces))).unbind(-1)
         pairs = zip(files.read(a).chunk(len(pieces)), seconds, strict=True)
         for slices, (first, second) in zip(pieces, pairs, strict=True):
-            for each in slices:
+            shares = second.split([each.count for each in slices])
+            for each, rows in zip(slices, shares, strict=True):
                 ours = matrices_of(each.ours)
                 place = slice(each.our_start, each.our_start + each.count)
                 at = _index(firsts[ours[0]], first) * config.r
-                rows = second.narrow(0, each.their_start, each.count)
                 updates[ours[1]].append((place, at, rows))
                 words.add(_word(each.ours))
     if lost := sorted(name for name in firsts if ".layers." not in name):
@@ -225,27 +211,29 @@ def from_peft(directory: Path, preset: VLMPreset, out: Path) -> str:
     alpha = scale_of(config.lora_alpha, config.r, config.use_rslora) * rank
     options = ["--lora-dim", str(rank), "--lora-alpha", f"{alpha:.9g}"]
     options += ["--lora-target-modules", ",".join(sorted(words))]
-    with program_model(preset, *options) as program:
-        parts = {name: part for name, part in program.parts.items() if is_adapter(name)}
+    every, args = program_parts(preset, *options)
+    parts = {name: part for name, part in every.items() if is_adapter(name)}
+    dtype, rng = files.dtype(next(iter(wanted))), torch.Generator().manual_seed(args.seed)
 
-        def make(name: str) -> torch.Tensor:
-            value = program.initial(name)
-            matrices = {name: value}
-            if value.ndim == 3:
-                matrices = {f"{name}[{number}]": each for number, each in enumerate(value)}
-            for part, own in matrices.items():
-                for number, first in enumerate(firsts.get(part, ())):
-                    own[number * config.r : (number + 1) * config.r] = first
-                for place, at, update in updates.get(part, ()):
-                    own[place, at : at + config.r] = update
-            return value
+    def make(name: str) -> torch.Tensor:
+        value = torch.zeros(parts[name].local_shape, dtype=dtype)
+        if ".linear_in." in name:
+            bound = value.shape[-1] ** -0.5  # as the program's own initial weights
+            value.uniform_(-bound, bound, generator=rng)
+        matrices = {name: value}
+        if value.ndim == 3:
+            matrices = {f"{name}[{number}]": each for number, each in enumerate(value)}
+        for part, own in matrices.items():
+            for number, first in enumerate(firsts.get(part, ())):
+                own[number * config.r : (number + 1) * config.r] = first
+            for place, at, rows in updates.get(part, ()):
+                own[place, at : at + config.r] = rows
+        return value
 
-        dtypes = dict.fromkeys(parts, files.dtype(next(iter(wanted))))
-        with whole_directory(out) as partial:
-            write_preset(preset, partial / MODEL)
-            args = program.run.args
-            args.model, args.lora_base = str(out.absolute() / MODEL), None
-            write_checkpoint(partial, parts, dtypes, make, args)
+    with whole_directory(out) as partial:
+        write_preset(preset, partial / MODEL)
+        args.model, args.lora_base = str(out.absolute() / MODEL), None
+        write_checkpoint(partial, parts, dict.fromkeys(parts, dtype), make, args=args)
     return " ".join(options)
 
 

@@ -7,17 +7,29 @@ concatenated, one split, or, for attention, the rows of heads interleaved. Rows 
 first dim.
 """
 
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from conversion.nemotron_h import LanguagePart
+from conversion.torch_dist import saved_key
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.model.encoders.hugging_face import Table
+from examples.mimo.nemotron_vlm.model.encoders.hugging_face import Part
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset
+from examples.mimo.nemotron_vlm.options.run import Run
+from examples.mimo.nemotron_vlm.planner.parameters import stages_on_meta
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
 Shape = tuple[int, ...]
+
+LANGUAGE = LanguagePart("language", "language_model.", "language_model.", "text_config")
 
 
 @dataclass(frozen=True)
@@ -32,54 +44,82 @@ class Slice:
 
 
 class Translation:
-    """A table whose slices have sizes.
+    """The table of a whole model, whose slices have sizes.
 
+    parts: our tensors without data, by name. A key in a checkpoint may hold several, numbered by
+    leading dims: experts, or an encoder's layers. A name is the key, followed by the number.
     of_ours, of_theirs: slices of each tensor, in the order of its rows. shapes: shapes of theirs.
-
-    Args:
-        table: has all names of ``shapes``, and no other.
-        shapes: shapes of our tensors, by name.
     """
 
-    def __init__(self, table: Table, shapes: Mapping[str, Shape]) -> None:
-        assert table.keys() == shapes.keys(), table.keys() ^ shapes.keys()
+    def __init__(self, preset: VLMPreset) -> None:
+        self.parts, _ = program_parts(preset)
         self.of_ours: dict[str, list[Slice]] = defaultdict(list)
         self.of_theirs: dict[str, list[Slice]] = defaultdict(list)
         self.shapes: dict[str, Shape] = {}
-        for ours, sources in table.items():
-            at = 0
-            for rows in sources:
-                count = shapes[ours][0] if rows.count is None else rows.count
-                each = Slice(ours, at, rows.name, rows.start, count)
-                self.of_ours[ours].append(each)
-                self.of_theirs[rows.name].append(each)
-                at += count
-            assert at == shapes[ours][0], (ours, at, shapes[ours])
+        for part, sizes in parts_of(preset):
+            for name, sources in part.table(sizes).items():
+                ours, at = saved_key(part.ours + name), 0
+                rows_of_ours = self.parts[ours].local_shape[0]
+                for rows in sources:
+                    count = rows_of_ours if rows.count is None else rows.count
+                    each = Slice(ours, at, part.theirs + rows.name, rows.start, count)
+                    self.of_ours[ours].append(each)
+                    self.of_theirs[each.theirs].append(each)
+                    at += count
+                assert at == rows_of_ours, (ours, at, rows_of_ours)
+        assert self.of_ours.keys() == self.parts.keys(), self.of_ours.keys() ^ self.parts.keys()
         for name, slices in self.of_theirs.items():
             slices.sort(key=lambda each: each.their_start)
             end = 0
             for each in slices:
                 assert each.their_start == end, (name, each)
                 end += each.count
-            self.shapes[name] = (end, *shapes[slices[0].ours][1:])
+            self.shapes[name] = (end, *self.parts[slices[0].ours].local_shape[1:])
 
     def join(self, name: str, read: Callable[[str, int, int], torch.Tensor]) -> torch.Tensor:
         """Make a tensor of ours; ``read`` takes one of their names, a first row, and a count."""
-        slices = self.of_ours[name]
-        return _joined([read(p.theirs, p.their_start, p.count) for p in slices])
+        return torch.cat([read(p.theirs, p.their_start, p.count) for p in self.of_ours[name]])
 
     def split(self, name: str, ours: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Make a tensor of theirs from those of ours that hold its slices."""
         slices = self.of_theirs[name]
-        return _joined([ours[p.ours].narrow(0, p.our_start, p.count) for p in slices])
+        return torch.cat([ours[p.ours].narrow(0, p.our_start, p.count) for p in slices])
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def parts_of(preset: VLMPreset) -> list[tuple[Part, Any]]:
+    """Return the parts of a model, each with the entry that has its sizes."""
+    encoders = [(part, entry) for entry in preset.encoders for part in entry.parts()]
+    return [(LANGUAGE, preset.language), *encoders]
 
 
-def differences(wanted: Mapping[str, Shape], found: Mapping[str, Shape], where: Path) -> list[str]:
-    """Return a line for every tensor that is missing, surplus or has another shape."""
+def program_parts(preset: VLMPreset, *words: str) -> tuple[dict[str, ShardedTensor], Namespace]:
+    """Return the tensors of the program's own model, and the options of its run.
+
+    The model is made on the meta device by one rank alone.
+
+    Args:
+        words: options of adapters.
+    """
+    with redirect_stdout(None):
+        run = Run.of(["--transformer-impl", "local", *words], 1, preset)
+        with stages_on_meta(run, 0) as (model,):
+            state = model.sharded_state_dict()
+    apply_factories(state)
+    parts = {}
+    for part in nested_values(state):
+        if isinstance(part, ShardedTensor):
+            part = replace(part, key=saved_key(part.key))
+            numbers = part.global_offset[: part.prepend_axis_num]
+            parts[part.key + "".join(f"[{number}]" for number in numbers)] = part
+    return parts, run.args
+
+
+def check_tensors(wanted: Mapping[str, Shape], found: Mapping[str, Shape], where: Path) -> None:
+    """Check that the tensors of ``where`` are those that are wanted.
+
+    Raises:
+        UserError: some are missing, surplus or have another shape; a line of the message for each.
+    """
     lines = [f"missing: {name} {list(wanted[name])}" for name in wanted if name not in found]
     lines += [f"surplus: {name} {list(found[name])}" for name in found if name not in wanted]
     lines += [
@@ -87,10 +127,5 @@ def differences(wanted: Mapping[str, Shape], found: Mapping[str, Shape], where: 
         for name, shape in wanted.items()
         if name in found and tuple(found[name]) != tuple(shape)
     ]
-    return [f"{where}: {line}" for line in lines]
-
-
-def refuse(lines: list[str]) -> None:
-    """Raise UserError with the lines, if there are any."""
     if lines:
-        raise UserError("the tensors do not fit\n  " + "\n  ".join(lines))
+        raise UserError("\n  ".join(["the tensors do not fit", *(f"{where}: {x}" for x in lines)]))

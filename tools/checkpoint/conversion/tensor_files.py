@@ -17,7 +17,8 @@ from examples.mimo.common.errors import UserError
 INDEX = "model.safetensors.index.json"
 
 FILE_BYTES = 4 * 1000**3
-"""Bytes of a safetensors file; about twice as many are in memory."""
+"""Bytes of a safetensors file, of which about twice as many are in memory; a larger tensor has its
+own file."""
 
 
 class TensorFiles:
@@ -63,11 +64,16 @@ class TensorFiles:
         return self._files[name].get_tensor(name)
 
 
+def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write tensors to a file that is as readable as its directory."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(path.parent.stat().st_mode & 0o666)  # save_file makes it private
+
+
 def write_files(
     directory: Path,
     sizes: Mapping[str, int],
     make: Callable[[list[str]], dict[str, torch.Tensor]],
-    limit: int = FILE_BYTES,
 ) -> None:
     """Write tensors to files, one file after another, and an index if there are several.
 
@@ -75,18 +81,15 @@ def write_files(
         directory: the directory to write to.
         sizes: bytes of each tensor, by name.
         make: returns the tensors of a list of names, by name; called once per file.
-        limit: upper limit of a file's bytes; a larger tensor has its own file.
     """
     split = split_state_dict_into_shards_factory(
         sizes,
         get_storage_size=int,
         filename_pattern="model{suffix}.safetensors",
-        max_shard_size=limit,
+        max_shard_size=FILE_BYTES,
     )
     for file, names in split.filename_to_tensors.items():
-        made = {name: tensor.contiguous() for name, tensor in make(names).items()}
-        save_file(made, directory / file, metadata={"format": "pt"})
-        (directory / file).chmod(directory.stat().st_mode & 0o666)  # save_file makes it private
+        write_file(directory / file, make(names))
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -6,6 +6,7 @@ Files are written one after another, as if each were another rank's; when loadin
 parts that it needs from all of them.
 """
 
+import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_global_save_plan,
 )
 from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
@@ -24,7 +26,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from conversion.program_model import box_of, saved_key
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.loop.best import best_of
 from megatron.core.dist_checkpointing import load_common_state_dict
@@ -40,8 +41,22 @@ from megatron.core.dist_checkpointing.validation import save_integrity_manifest
 FILE_BYTES = 2 * 1024**3
 """Approximate bytes of a file, which are in memory at a time."""
 
+MODULE = re.compile(r"(language_model|modality_submodules\.\w+)\.")
+"""Prefix of a module's names; in checkpoints the data-parallel wrapper's follows it."""
+
 COMMON = "common_state/shard_0_1"
 TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def saved_key(key: str) -> str:
+    """Return the key in a checkpoint for a key of the bare model."""
+    return MODULE.sub(r"\1.module.", key, count=1)
+
+
+def box_of(part: ShardedTensor) -> ChunkStorageMetadata:
+    """Return a part's box in the tensor of its key."""
+    sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
+    return ChunkStorageMetadata(torch.Size(part.global_offset), torch.Size(sizes))
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -88,7 +103,7 @@ def write_checkpoint(
     release = directory / "release"
     release.mkdir()
     boxes = {name: box_of(part) for name, part in parts.items()}
-    names = {(saved_key(parts[name].key), box.offsets): name for name, box in boxes.items()}
+    names = {(parts[name].key, box.offsets): name for name, box in boxes.items()}
 
     def tensor(index: MetadataIndex) -> torch.Tensor:
         name = names[index.fqn, index.offset]
@@ -121,6 +136,8 @@ def write_checkpoint(
 class Checkpoint:
     """A checkpoint that the program or a conversion wrote.
 
+    tensors: its weights, without the optimizer's state, by key.
+
     Args:
         directory: as ``--load`` takes it, or the directory of one iteration; FOLDER/best for the
             best one in a folder.
@@ -145,7 +162,7 @@ class Checkpoint:
         self.tensors = {
             key: value
             for key, value in metadata.state_dict_metadata.items()
-            if isinstance(value, TensorStorageMetadata)
+            if isinstance(value, TensorStorageMetadata) and MODULE.match(key)
         }
 
     @property
@@ -174,11 +191,11 @@ class Checkpoint:
 
     def read(self, parts: Mapping[str, ShardedTensor]) -> dict[str, torch.Tensor]:
         """Read the tensors of parts, by name."""
-        whole = self.whole({saved_key(part.key) for part in parts.values()})
+        whole = self.whole({part.key for part in parts.values()})
         tensors = {}
         for name, part in parts.items():
             box = box_of(part)
             sides = zip(box.offsets, box.sizes, strict=True)
             place = tuple(slice(start, start + size) for start, size in sides)
-            tensors[name] = whole[saved_key(part.key)][place].reshape(part.local_shape)
+            tensors[name] = whole[part.key][place].reshape(part.local_shape)
         return tensors

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from conversion.directions import MODEL, preset_of_run, to_hugging_face
-from conversion.published import parts_of, sizes_of
+from conversion.rows import parts_of
 from conversion.torch_dist import Checkpoint
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.energon.chat_template import DEFAULT_TEMPLATE
@@ -49,29 +49,18 @@ def export(checkpoint: Path, out: Path) -> None:
     """
     saved = Checkpoint(checkpoint)
     args = saved.options
-    preset = preset_as_trained(args)
+    preset = preset_of_run(args)
     with tempfile.TemporaryDirectory() as directory:
         like = Path(directory)
         _tokenizer(args, like)
         their_config(preset, args.token_ids).save_pretrained(like)
         write_preset(preset, like / MODEL)
         inputs = {name: getattr(args, name) for name in PREPARED}
-        inputs[ASKED] = vars(args).get(ASKED, {})  # not in a run from before it
+        inputs[ASKED] = getattr(args, ASKED)
         if not args.tokenizer_model:
             inputs["thumbnail"] = False  # strips of digits are tiles side by side, and no more
         (like / INPUTS).write_text(json.dumps(inputs, indent=2) + "\n")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        to_hugging_face(saved.directory, like, preset, out)
-
-
-def preset_as_trained(args: Namespace) -> VLMPreset:
-    """Return the sizes of a run's model and of its images."""
-    preset = preset_of_run(args)
-    if not args.dynamic_resolution:
-        return preset
-    least, most = args.dynamic_resolution_min_patches, args.dynamic_resolution_max_patches
-    frame = vars(args).get("video_target_num_patches")  # not in a run from before the option
-    return preset.with_images_of_any_size(least, most, frame)
+        to_hugging_face(saved.directory, like, out)
 
 
 def their_config(preset: VLMPreset, token_ids: Mapping[str, int]):
@@ -88,9 +77,8 @@ def their_config(preset: VLMPreset, token_ids: Mapping[str, int]):
     if not preset.is_in_transformers:
         raise UserError(f"{preset.name}: transformers' nemotron_h has no gated delta nets")
     of_parts: dict = {}
-    for part, encoder in parts_of(preset).items():
-        found = of_parts.setdefault(part.config, {})
-        found |= part.fields(sizes_of(preset, encoder))
+    for part, sizes in parts_of(preset):
+        of_parts.setdefault(part.config, {}).update(part.fields(sizes))
     of_parts["text_config"] |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     return NemotronH_Omni_Reasoning_V3_Config(
         **of_parts.pop(None),

@@ -21,7 +21,7 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
 from examples.mimo.nemotron_vlm.loop import run as program
 from examples.mimo.nemotron_vlm.loop.forward_step import forward_step
-from examples.mimo.nemotron_vlm.model.encoders.radio.entry import Radio
+from examples.mimo.nemotron_vlm.model.encoders.radio import Radio, RadioOfAnySize
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.model.sound_lengths import SAMPLING_RATE
@@ -128,8 +128,8 @@ def differences(checkpoint: Path, directory: Path) -> Iterator[tuple[str, float,
         theirs = their_logits(model, preset.images, source)
     del model  # one of the two is in memory
     ours = our_logits(checkpoint, preset, source)
-    for number, (kind, logits) in enumerate(zip(kinds, theirs, strict=True)):
-        difference = (ours[number][: len(logits)] - logits).abs().max()
+    for kind, own, logits in zip(kinds, ours, theirs, strict=True):
+        difference = (own[: len(logits)] - logits).abs().max()
         yield kind, float(difference), float(logits.std())
 
 
@@ -145,8 +145,14 @@ def their_logits(model, images: Radio, source: Given) -> list[torch.Tensor]:
     return logits
 
 
-def our_logits(checkpoint: Path, preset: VLMPreset, source: Given) -> dict[int, torch.Tensor]:
-    """Return the program's logits [tokens, vocabulary] of all samples, by number."""
+def our_logits(
+    checkpoint: Path, preset: VLMPreset, source: Given, *words: str
+) -> list[torch.Tensor]:
+    """Return the program's logits [tokens, vocabulary] of each sample, with padding.
+
+    Args:
+        words: more options of the run.
+    """
     logits, count = {}, str(len(source.samples))
 
     def noted(microbatches, stage, score=None):
@@ -156,14 +162,15 @@ def our_logits(checkpoint: Path, preset: VLMPreset, source: Given) -> dict[int, 
         return output, counted
 
     length = max(len(ids) for ids, _ in source.samples)
-    words = f"--seq-length {length} --micro-batch-size 1 --global-batch-size {count} --skip-train "
-    words += f"--train-iters 1 --eval-iters 1 --dynamic-resolution-min-patches {LEAST} "
-    words += f"--dynamic-resolution {loading(checkpoint)}"
+    line = f"--seq-length {length} --micro-batch-size 1 --global-batch-size {count} --skip-train "
+    line += f"--train-iters 1 --eval-iters 1 {loading(checkpoint)}"
+    if isinstance(preset.images, RadioOfAnySize):
+        line += " --dynamic-resolution"
     os.environ.update(ALONE)
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        session = program.open_session(Run.of(words.split(), 1, preset), source)
+        session = program.open_session(Run.of([*line.split(), *words], 1, preset), source)
         with replaced(program, forward_step=noted):
             program.train(session)
         program.close_session(session)
         dist.destroy_process_group()
-    return logits
+    return [logits[number] for number in sorted(logits)]

@@ -141,5 +141,5 @@ class Encoder:
         raise NotImplementedError
 
     def parts(self) -> tuple[Part, ...]:
-        """Return the parts that Hugging Face models have of it; others get initial weights."""
+        """Return the parts that Hugging Face models have of it."""
         return ()

@@ -73,13 +73,13 @@ SCALES = "model.blocks.*.layer_scale?.lambda1"
 class RadioPart(Part):
     """The ViT, with timm's names of blocks, as C-RADIO is published."""
 
-    # Pixels are normalized by values in the preset, and there is no summary.
-    unneeded = (MEAN, STD, SCALES, "summary_idxs")
+    # Pixels are normalized by values in the preset, there is no summary, and maybe no video.
+    unneeded = (MEAN, STD, SCALES, "summary_idxs", VIDEO_EMBEDDER)
 
     def sizes(self, base: Radio, config: Any, files: Files) -> Radio:
         """See `Part`; the files' mean and deviation of pixels replace the configuration's."""
         check_values("the encoder", config, EXPECTED)
-        tile = config.image_size
+        tile, tubelet = config.image_size, config.video_temporal_patch_size or 1
         if tile % (config.patch_size * base.pixel_shuffle) or tile > config.max_img_size:
             raise UserError(
                 f"the encoder's image_size is {tile}: ours takes multiples of "
@@ -95,7 +95,7 @@ class RadioPart(Part):
             ffn=int(config.hidden_size * config.mlp_ratio),
             tile=tile,
             class_tokens=config.num_cls_tokens + config.num_registers,
-            tubelet=config.video_temporal_patch_size or 1,
+            tubelet=tubelet if base.tubelet > 1 else 1,
             **pixels,
         )
 

@@ -168,22 +168,6 @@ def initialize_weights(
             part.data.copy_(_drawn(part, seed, rules, part.data.dtype, part.data.device))
 
 
-@torch.no_grad()
-def initial_weights(
-    model: MimoModel, part: ShardedTensor, seed: int, own: Mapping[str, Draw] | None = None
-) -> torch.Tensor:
-    """Draw one shard in fp32 on the CPU, as ``initialize_weights`` does with ``std=None``.
-
-    The model may be on the meta device.
-
-    Args:
-        part: a shard of the bare model's sharded state dict, with factories applied.
-        own: as :func:`initialize_weights` takes it.
-    """
-    rules = _rules_of(model, part.key, None, own)
-    return _drawn(part, seed, rules, torch.float32, torch.device("cpu"))
-
-
 def _rules_of(
     model: MimoModel, key: str, std: float | None, own: Mapping[str, Draw] | None
 ) -> list[tuple[str, Draw]]:
@@ -214,6 +198,6 @@ def _drawn(
     at_once = max(1, AT_ONCE // index.numel())
     rows = torch.arange(len(drawn), device=device).view(-1, *[1] * index.ndim) * strides[axes]
     for out, firsts in zip(drawn.split(at_once), rows.split(at_once), strict=True):
-        # Rounded to 32 bits first, as `initial_weights` returns them.
+        # Rounded to 32 bits first, as they are in fp32.
         out.copy_(draw(Numbers(key, firsts + index), shape[-1]).float())
     return drawn
