@@ -14,18 +14,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+import convert as program
+from conversion import tensor_files, torch_dist  # noqa: F401
+from conversion.published import Published, config_of  # noqa: F401
+from conversion.tensor_files import INDEX, write_files  # noqa: F401
+from conversion.verify import LEAST, Given, of_each_kind, our_logits, their_logits  # noqa: F401
 from examples.mimo.pretrain_nemotron_vlm import ALONE
 from tests.unit_tests.checkpoint.hugging_face import save
 from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools" / "checkpoint"))
-
-import convert as program  # noqa: E402
-from conversion import tensor_files, torch_dist  # noqa: E402, F401
-from conversion.published import Published, config_of  # noqa: E402, F401
-from conversion.tensor_files import INDEX, write_files  # noqa: E402, F401
-from conversion.verify import LEAST, Given, of_each_kind, our_logits, their_logits  # noqa: E402, F401
 
 TOLERANCE = 1e-4 if HAVE_CUDA else 1e-5
 """Absolute tolerance of fp32 logits of the size of one; GPU kernels have their own exponentials."""

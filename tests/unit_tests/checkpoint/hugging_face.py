@@ -2,71 +2,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small random Hugging Face models, of transformers' own classes, written as they are published."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import NemotronHConfig, PreTrainedModel, RadioConfig
-from transformers.models.nemotron_h_omni import (
-    NemotronH_Omni_Reasoning_V3,
-    NemotronH_Omni_Reasoning_V3_Config,
-)
+from transformers import PreTrainedModel
+from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3
+
+from conversion.trained import their_config
+from examples.mimo.nemotron_vlm.model.presets import LanguagePreset, tiny_omni
 
 SHARD = "20KB"
 """Size of a file, small enough that there are several."""
 
-SOUND = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "num_mel_bins": 32,
-    "subsampling_conv_channels": 8,
-    "conv_kernel_size": 5,
-    "projection_hidden_size": 48,
-    "projection_bias": False,
-}
-"""Configuration of a VLM's encoder of sound."""
+LANGUAGE = LanguagePreset(
+    hybrid_layer_pattern="ME*-ME*-",
+    vocab_size=64,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=8,
+    ffn_hidden_size=48,
+    mamba_num_heads=8,
+    mamba_head_dim=4,
+    mamba_num_groups=4,
+    mamba_state_dim=8,
+    num_experts=8,
+    moe_router_topk=2,
+    moe_router_topk_scaling_factor=1.5,
+    moe_ffn_hidden_size=16,
+    moe_shared_expert_intermediate_size=24,
+)
+"""Two layers of each kind; tp=2, pp=2 and ep=2 divide it."""
 
-
-def language_config() -> NemotronHConfig:
-    """Two layers of each kind; tp=2, pp=2 and ep=2 divide it."""
-    sizes = {
-        "hybrid_override_pattern": "ME*-ME*-",
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 48,
-        "ssm_state_size": 8,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 4,
-        "n_groups": 4,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "moe_shared_expert_intermediate_size": 24,
-        "routed_scaling_factor": 2.5,
-    }
-    return NemotronHConfig(**sizes)
-
-
-def encoder_config(**changes) -> RadioConfig:
-    """Tiles of 4 by 4 patches, and positions for 8 by 8."""
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "mlp_ratio": 2.0,
-        "patch_size": 4,
-        "image_size": 16,
-        "max_img_size": 32,
-        "num_cls_tokens": 2,
-        "num_registers": 3,
-    }
-    return RadioConfig(**sizes | changes)
+IMAGES, SOUND = tiny_omni().encoders
+SMALL = {"hidden": 32, "heads": 4, "ffn": 64, "projector_ffn": 48, "max_tile": 32}
+ENCODERS = (
+    replace(IMAGES, **SMALL, class_tokens=5, norm_epsilon=1e-6),
+    replace(SOUND, intermediate_size=48, num_mel_bins=32, projector_ffn=48),
+)
+"""Tiles of 4 by 4 patches, and positions for 8 by 8; and sound."""
 
 
 def randomized(model: PreTrainedModel) -> PreTrainedModel:
@@ -91,15 +68,9 @@ def randomized(model: PreTrainedModel) -> PreTrainedModel:
 
 def whole_vlm(sound: bool = False) -> NemotronH_Omni_Reasoning_V3:
     """A random model of the published VLM's class, with or without its encoder of sound."""
-    config = NemotronH_Omni_Reasoning_V3_Config(
-        vision_config=encoder_config(video_temporal_patch_size=2),
-        text_config=language_config(),
-        vision_hidden_size=32,
-        projector_hidden_size=48,
-        image_token_id=3,
-        audio_token_id=5,
-        audio_config=SOUND if sound else None,
-    )
+    preset = replace(tiny_omni(), language=LANGUAGE, encoders=ENCODERS[: 1 + sound])
+    config = their_config(preset, {each.name: each.token for each in ENCODERS})
+    config.text_config.time_step_min = 0.001  # as released
     model = NemotronH_Omni_Reasoning_V3(config)
     config.video_pruning_rate = 0.5  # in files; the model here prunes no rows, nor does ours
     return randomized(model)

@@ -4,8 +4,6 @@
 
 import contextlib
 import json
-import re
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +15,6 @@ from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 
 from examples.mimo.nemotron_vlm.model.encoders.radio.entry import Radio
 from examples.mimo.nemotron_vlm.model.presets import find_preset, nano_omni_30b_a3b, tiny_omni
-from examples.mimo.nemotron_vlm.options.command_line import read
-from examples.mimo.nemotron_vlm.planner.report import dry_run
 from tests.unit_tests.checkpoint.conversions import (
     BATCH,
     LEAST,
@@ -38,7 +34,7 @@ from tests.unit_tests.checkpoint.conversions import (
 from tests.unit_tests.checkpoint.hugging_face import released_config, save, whole_vlm
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import apart
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
-from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
+from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 LENGTH = 64
 """Tokens of the longest sample, and padding."""
@@ -166,44 +162,13 @@ def trained_by_pytorch(
     return records
 
 
-@pytest.fixture
-def released(tmp_path):
-    """A directory with the released configuration alone."""
-    (tmp_path / "config.json").write_text(json.dumps(released_config()))
-    return tmp_path
-
-
 @requires_world_size(1)
-def test_the_preset_has_the_sizes_of_the_released_configuration(released):
+def test_the_preset_has_the_sizes_of_the_released_configuration(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(released_config()))
     wanted, base = nano_omni_30b_a3b(), tiny_omni()
-    found = Published(released, base, may_lack_tensors=True).preset
+    found = Published(tmp_path, base).preset
     chosen = ("min_patches", "max_patches", "clip_patches")
     bounds = {name: getattr(base.images, name) for name in chosen}
     assert found.language == wanted.language
     assert found.images == replace(wanted.images, **bounds)
     assert found.encoders[1] == wanted.encoders[1]
-
-
-@requires_world_size(1)
-@pytest.mark.skipif(HAVE_CUDA, reason="a dry run's process has no GPU")
-def test_a_dry_run_counts_the_parameters_of_transformers_model(released, monkeypatch):
-    with torch.device("meta"):
-        model = NemotronH_Omni_Reasoning_V3(config_of(released))
-    counts = Counter()
-    for name, parameter in model.named_parameters():
-        if "layer_scale" not in name:  # our model has none
-            counts[name.partition(".")[0]] += parameter.numel()
-    counts["all"] = counts.total()
-    Utils.destroy()
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    said = dry_run(read(["--dry-run", "--model", "nano-omni-30b-a3b", "--data", "mock"]))
-    table = dict(re.findall(r"^(\S.*?)  +(\S+ B) ", said, re.MULTILINE))
-    for theirs, ours in (
-        ("vision_model", "images encoder"),
-        ("multi_modal_projector", "images projector"),
-        ("audio_tower", "sound encoder"),
-        ("embed_audio", "sound projector"),
-        ("language_model", "language model"),
-        ("all", "all"),
-    ):
-        assert table[ours] == f"{counts[theirs] / 1e9:.4f} B", ours

@@ -79,6 +79,8 @@ def to_megatron(directory: Path, base: VLMPreset, out: Path) -> tuple[list[str],
     """
     theirs = Published(directory, base)
     made, files = Translation(theirs.preset), theirs.files
+    if not files.shapes:
+        raise UserError(f"{directory}: no .safetensors files")
     left_out = theirs.left_out(made.shapes)
     dtypes = {name: files.dtype(slices[0].theirs) for name, slices in made.of_ours.items()}
     with whole_directory(out) as partial:
@@ -103,7 +105,7 @@ def to_hugging_face(checkpoint: Path, like: Path, out: Path) -> list[str]:
         UserError: nothing is written then.
     """
     saved = whole_model(checkpoint)
-    theirs = Published(like, preset_of_checkpoint(checkpoint), may_lack_tensors=True)
+    theirs = Published(like, preset_of_checkpoint(checkpoint))
     made, files = Translation(theirs.preset), theirs.files
     wanted = {part.key: part.global_shape for part in made.parts.values()}
     found = {key: value.size for key, value in saved.tensors.items()}

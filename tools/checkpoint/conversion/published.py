@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face directories of whole VLMs: the model's parts, their sizes, and their tensors."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,16 +30,9 @@ class Published:
             support; the message names it.
     """
 
-    def __init__(self, directory: Path, base: VLMPreset, may_lack_tensors: bool = False) -> None:
-        self.files = TensorFiles(directory, may_lack_tensors)
-        try:
-            config = config_of(directory)
-        except (ValueError, OSError, KeyError) as error:
-            raise UserError(f"{directory}/config.json: {error}") from error
-        if config.model_type != VLM:
-            raise UserError(
-                f"{directory}/config.json: model_type is {config.model_type}, wanted {VLM}"
-            )
+    def __init__(self, directory: Path, base: VLMPreset) -> None:
+        self.files = TensorFiles(directory)
+        config = config_of(directory)
         check_values("the VLM", config, {"downsample_ratio": 0.5})
         if config.force_image_size:
             config.vision_config.image_size = config.force_image_size
@@ -82,14 +74,20 @@ class Published:
 
 
 def config_of(directory: Path) -> Any:
-    """Read a directory's configuration, as transformers' own class."""
-    from transformers import AutoConfig
-    from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3_Config
+    """Read a directory's configuration, as transformers' own class.
 
-    read = json.loads((directory / "config.json").read_text())
-    if read.get("model_type") != RELEASED:
-        return AutoConfig.from_pretrained(directory, local_files_only=True)
-    read["model_type"] = VLM
-    if read.get("sound_config"):
-        read["sound_config"].pop("model_type", None)  # "parakeet", which transformers 5.24 refuses
-    return NemotronH_Omni_Reasoning_V3_Config.from_dict(read)
+    Raises:
+        UserError: it has none, or one of another model.
+    """
+    from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3_Config as Config
+
+    path = directory / "config.json"
+    try:
+        read, _ = Config.get_config_dict(directory, local_files_only=True)
+        if read["model_type"] not in (VLM, RELEASED):
+            raise ValueError(f"model_type is {read['model_type']}, wanted {VLM}")
+        if read["model_type"] == RELEASED and read.get("sound_config"):
+            read["sound_config"].pop("model_type", None)  # "parakeet": transformers 5.24 refuses it
+        return Config.from_dict(read | {"model_type": VLM})
+    except (ValueError, OSError, KeyError) as error:
+        raise UserError(f"{path}: {error}") from error

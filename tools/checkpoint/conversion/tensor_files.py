@@ -25,21 +25,17 @@ class TensorFiles:
     """The tensors of a directory; only the requested rows are read.
 
     Args:
-        directory: a directory with one or several ``.safetensors`` files.
-        may_be_none: whether there may be no such files.
+        directory: a directory with ``.safetensors`` files, or with none.
 
     Raises:
-        UserError: there is no file, one is damaged, or two have a tensor of the same name.
+        UserError: a file is damaged, or two have a tensor of the same name.
     """
 
-    def __init__(self, directory: Path, may_be_none: bool) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._files: dict[str, safe_open] = {}
         self.shapes: dict[str, Shape] = {}
-        paths = sorted(directory.glob("*.safetensors"))
-        if not paths and not may_be_none:
-            raise UserError(f"{directory}: no .safetensors files")
-        for path in paths:
+        for path in sorted(directory.glob("*.safetensors")):
             try:
                 file = safe_open(path, "pt")
             except (SafetensorError, OSError) as error:

@@ -7,7 +7,6 @@ prepared, and which tokenizer wrote the texts.
 """
 
 import json
-import shutil
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping
@@ -29,9 +28,6 @@ PREPARED += ("video_frames", "video_fps")
 
 ASKED = "chat_template_kwargs"
 """Arguments with which the chat template asks as it did in training."""
-
-TOKENIZER = ("token*.json", "*.model", "special_tokens_map.json", "chat_template*", "*.txt")
-"""Patterns of a tokenizer's files."""
 
 DIGITS = "<s>{% for message in messages %}{{ message['content'] }} {% endfor %}"
 """Chat template of the digits that the program makes itself: ``read`` is the only question."""
@@ -98,12 +94,9 @@ def _tokenizer(args: Namespace, out: Path) -> None:
         given = Path(args.tokenizer_model)
         if not given.is_dir():
             raise UserError(f"the run's tokenizer {given} is no longer there")
-        for path in {found for pattern in TOKENIZER for found in given.glob(pattern)}:
-            shutil.copyfile(path, out / path.name)
-        if (named := given / "additional_chat_templates").is_dir():
-            shutil.copytree(named, out / named.name)
-        if not AutoTokenizer.from_pretrained(out, local_files_only=True).chat_template:
-            (out / "chat_template.jinja").write_text(DEFAULT_TEMPLATE)
+        tokenizer = AutoTokenizer.from_pretrained(given, local_files_only=True)
+        tokenizer.chat_template = tokenizer.chat_template or DEFAULT_TEMPLATE
+        tokenizer.save_pretrained(out)
         return
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
