@@ -81,13 +81,13 @@ def config_of(directory: Path) -> Any:
     """
     from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3_Config as Config
 
-    path = directory / "config.json"
     try:
         read, _ = Config.get_config_dict(directory, local_files_only=True)
-        if read["model_type"] not in (VLM, RELEASED):
-            raise ValueError(f"model_type is {read['model_type']}, wanted {VLM}")
-        if read["model_type"] == RELEASED and read.get("sound_config"):
+        kind = read["model_type"]
+        if kind not in (VLM, RELEASED):
+            raise UserError(f"{directory}/config.json: model_type is {kind}, wanted {VLM}")
+        if kind == RELEASED and read.get("sound_config"):
             read["sound_config"].pop("model_type", None)  # "parakeet": transformers 5.24 refuses it
         return Config.from_dict(read | {"model_type": VLM})
     except (ValueError, OSError, KeyError) as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError(f"{directory}/config.json: {error}") from error
