@@ -53,30 +53,19 @@ def saved_key(key: str) -> str:
     return MODULE.sub(r"\1.module.", key, count=1)
 
 
-def box_of(part: ShardedTensor) -> ChunkStorageMetadata:
-    """Return a part's box in the tensor of its key."""
-    sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
-    return ChunkStorageMetadata(torch.Size(part.global_offset), torch.Size(sizes))
-
-
 class _SavePlanner(DefaultSavePlanner):
-    """Makes each tensor when it is to be written.
+    """Makes each object when it is to be written.
 
     Args:
-        tensor: returns the tensor for an index. args: options of a run.
+        objects: functions that make them.
     """
 
-    def __init__(
-        self, tensor: Callable[[MetadataIndex], torch.Tensor], args: Namespace | None
-    ) -> None:
+    def __init__(self, objects: Mapping[MetadataIndex, Callable[[], object]]) -> None:
         super().__init__()
-        self._tensor, self._args = tensor, args
+        self._objects = objects
 
     def lookup_object(self, index: MetadataIndex) -> object:
-        if index.fqn == COMMON:
-            common = {"checkpoint_version": 3.0, "iteration": 0}
-            return [common | ({"args": self._args} if self._args else {})]
-        return self._tensor(index)
+        return self._objects[index]()
 
 
 class _Writer(FileSystemWriter):
@@ -102,31 +91,28 @@ def write_checkpoint(
     """
     release = directory / "release"
     release.mkdir()
-    boxes = {name: box_of(part) for name, part in parts.items()}
-    names = {(parts[name].key, box.offsets): name for name, box in boxes.items()}
-
-    def tensor(index: MetadataIndex) -> torch.Tensor:
-        name = names[index.fqn, index.offset]
-        return make(name).view(boxes[name].sizes)
-
-    common = WriteItem(MetadataIndex(COMMON), WriteItemType.BYTE_IO)
-    plans, filled = [SavePlan([common])], 0
-    for (key, offset), name in names.items():
+    common = MetadataIndex(COMMON)
+    state = {"checkpoint_version": 3.0, "iteration": 0} | ({"args": args} if args else {})
+    objects: dict[MetadataIndex, Callable[[], object]] = {common: lambda: [state]}
+    plans, filled = [SavePlan([WriteItem(common, WriteItemType.BYTE_IO)])], 0
+    for name, part in parts.items():
+        sizes = torch.Size((1,) * part.prepend_axis_num + tuple(part.local_shape))
+        box = ChunkStorageMetadata(torch.Size(part.global_offset), sizes)
+        index = MetadataIndex(part.key, box.offsets)
+        objects[index] = lambda name=name, sizes=sizes: make(name).view(sizes)
         properties = TensorProperties(dtype=dtypes[name])
-        whole = torch.Size(parts[name].global_shape)
-        data = TensorWriteData(chunk=boxes[name], properties=properties, size=whole)
-        item = WriteItem(MetadataIndex(key, offset), WriteItemType.SHARD, tensor_data=data)
-        size = boxes[name].sizes.numel() * dtypes[name].itemsize
-        if filled and filled + size > FILE_BYTES:
+        data = TensorWriteData(box, properties, torch.Size(part.global_shape))
+        size = sizes.numel() * dtypes[name].itemsize
+        if filled + size > FILE_BYTES:
             plans.append(SavePlan([]))
             filled = 0
-        plans[-1].items.append(item)
+        plans[-1].items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         filled += size
     writer = _Writer(release)
     writer.set_up_storage_writer(True)
     plans, metadata = create_default_global_save_plan(plans)
     plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
-    results = [writer.write_data(plan, _SavePlanner(tensor, args)).wait() for plan in plans]
+    results = [writer.write_data(plan, _SavePlanner(objects)).wait() for plan in plans]
     writer.finish(metadata, results)
     save_config(CheckpointingConfig("torch_dist", 1), str(release))
     save_integrity_manifest(str(release))
@@ -192,10 +178,4 @@ class Checkpoint:
     def read(self, parts: Mapping[str, ShardedTensor]) -> dict[str, torch.Tensor]:
         """Read the tensors of parts, by name."""
         whole = self.whole({part.key for part in parts.values()})
-        tensors = {}
-        for name, part in parts.items():
-            box = box_of(part)
-            sides = zip(box.offsets, box.sizes, strict=True)
-            place = tuple(slice(start, start + size) for start, size in sides)
-            tensors[name] = whole[part.key][place].reshape(part.local_shape)
-        return tensors
+        return {name: whole[part.key][part.global_slice()] for name, part in parts.items()}

@@ -52,23 +52,22 @@ class Given(SampleSource):
         self.samples = samples
         vars(self).update(fields)
 
-    def _from(self, first: int, count: int = 1) -> list[tuple[torch.Tensor, Inputs]]:
-        return [self.samples[n % len(self.samples)] for n in range(first, first + count)]
-
     def text(self, split: str, number: int) -> Text:
-        ((ids, _),) = self._from(number)
+        ids, _ = self.samples[number % len(self.samples)]
         return Text(ids, ids.roll(-1), torch.ones(len(ids)))
 
+    def _inputs(self, number: int, encoder: str) -> tuple[Sequence[int], Sequence[torch.Tensor]]:
+        return self.samples[number % len(self.samples)][1].get(encoder, NONE)
+
     def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
-        given = [inputs.get(encoder, NONE) for _, inputs in self._from(first, count)]
-        return [np.array(sizes, np.int64) for sizes, _ in given]
+        numbers = range(first, first + count)
+        return [np.array(self._inputs(number, encoder)[0], np.int64) for number in numbers]
 
     def inputs(self, split: str, number: int, encoder: str) -> Sequence[torch.Tensor]:
-        ((_, inputs),) = self._from(number)
-        return inputs.get(encoder, NONE)[1]
+        return self._inputs(number, encoder)[1]
 
     def costs(self, split: str, first: int, count: int) -> np.ndarray:
-        return np.array([(len(ids), 1) for ids, _ in self._from(first, count)])
+        return np.array([(len(self.text(split, first + n).labels), 1) for n in range(count)])
 
 
 def of_each_kind(preset: VLMPreset, config: Any) -> tuple[list[str], Given]:
