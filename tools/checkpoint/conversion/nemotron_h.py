@@ -19,6 +19,7 @@ SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E
 
 EXPECTED = {
     "conv_kernel": 4,
+    "layer_norm_epsilon": 1e-5,  # of the norm in our Mamba-2 layers, whatever --norm-epsilon says
     "mamba_hidden_act": "silu",
     "mlp_bias": False,
     "mlp_hidden_act": "relu2",
@@ -33,9 +34,6 @@ EXPECTED = {
     "use_conv_bias": True,
 }
 """Fields of a NemotronHConfig for which our model supports one value."""
-
-GATED_NORM_EPSILON = 1e-5
-"""Epsilon of the norm in our Mamba-2 layers, whatever ``--norm-epsilon`` says."""
 
 TIME_STEP_MIN = 1e-12
 """Transformers raises Mamba-2's time steps to ``time_step_min``; ours may have any."""
@@ -82,60 +80,50 @@ EXPERTS = {
 
 
 SIZES = {
-    "": {
-        "hidden_size": "hidden_size",
-        "num_attention_heads": "num_attention_heads",
-        "num_query_groups": "num_key_value_heads",
-        "kv_channels": "head_dim",
-        "vocab_size": "vocab_size",
-        "layernorm_epsilon": "layer_norm_epsilon",
-    },
-    "-": {"ffn_hidden_size": "intermediate_size"},
-    "E": {
-        "num_experts": "n_routed_experts",
-        "moe_router_topk": "num_experts_per_tok",
-        "moe_router_topk_scaling_factor": "routed_scaling_factor",
-        "moe_ffn_hidden_size": "moe_intermediate_size",
-        "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
-    },
-    "M": {
-        "mamba_num_heads": "mamba_num_heads",
-        "mamba_head_dim": "mamba_head_dim",
-        "mamba_num_groups": "n_groups",
-        "mamba_state_dim": "ssm_state_size",
-    },
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "vocab_size": "vocab_size",
+    "layernorm_epsilon": "layer_norm_epsilon",
+    "ffn_hidden_size": "intermediate_size",
+    "num_experts": "n_routed_experts",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_router_topk_scaling_factor": "routed_scaling_factor",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+    "mamba_num_heads": "mamba_num_heads",
+    "mamba_head_dim": "mamba_head_dim",
+    "mamba_num_groups": "n_groups",
+    "mamba_state_dim": "ssm_state_size",
 }
-"""Fields of a preset and of a NemotronHConfig, by the symbol of the layers that have them."""
+"""Fields of a preset and of a NemotronHConfig."""
 
 
 class LanguagePart(Part):
     """The language model."""
 
+    expected, same = EXPECTED, SIZES
+
     def sizes(self, base: LanguagePreset, config: Any, files: Files) -> LanguagePreset:
-        """See `Part`; kinds of layers that the model lacks keep the sizes of ``base``."""
+        """See `Part`."""
+        # With one expert per token, ours does not normalize its score.
+        check_values("the router", config, {"norm_topk_prob": config.num_experts_per_tok > 1})
+        sizes = super().sizes(base, config, files)
         pattern = "".join(SYMBOLS[kind] for kind in config.layers_block_type)
-        expected = dict(EXPECTED)
-        if "E" in pattern:
-            # With one expert per token, ours does not normalize its score.
-            expected["norm_topk_prob"] = config.num_experts_per_tok > 1
-        if "M" in pattern:
-            expected["layer_norm_epsilon"] = GATED_NORM_EPSILON
-        check_values("the language model", config, expected)
-        sizes = {"hybrid_layer_pattern": pattern, "ffn_hidden_size": None}
-        for symbol, names in SIZES.items():
-            if symbol in pattern:
-                sizes |= {ours: getattr(config, theirs) for ours, theirs in names.items()}
-        return replace(base, **sizes)
+        ffn = sizes.ffn_hidden_size if "-" in pattern else None
+        return replace(sizes, hybrid_layer_pattern=pattern, ffn_hidden_size=ffn)
 
     def fields(self, sizes: LanguagePreset) -> dict[str, Any]:
         """See `Part`."""
-        names = {theirs: ours for each in SIZES.values() for ours, theirs in each.items()}
-        config = {theirs: getattr(sizes, ours) for theirs, ours in names.items()}
-        config["intermediate_size"] = config["intermediate_size"] or sizes.hidden_size  # no "-"
-        config["hybrid_override_pattern"] = sizes.hybrid_layer_pattern
-        config["time_step_min"] = TIME_STEP_MIN
-        config["norm_topk_prob"] = sizes.moe_router_topk > 1
-        return config | {"model_type": "nemotron_h"}
+        return {
+            **super().fields(sizes),
+            "model_type": "nemotron_h",
+            "hybrid_override_pattern": sizes.hybrid_layer_pattern,
+            "intermediate_size": sizes.ffn_hidden_size or sizes.hidden_size,  # without "-", any
+            "time_step_min": TIME_STEP_MIN,
+            "norm_topk_prob": sizes.moe_router_topk > 1,
+        }
 
     def table(self, sizes: LanguagePreset) -> Table:
         """See `Part`."""

@@ -3,7 +3,7 @@
 """How an entry says what its tensors are called in Hugging Face models; plain data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -35,6 +35,12 @@ class Part:
     that describes the part; None for all of it.
     """
 
+    expected: ClassVar[Mapping[str, Any]] = {}
+    """Fields of transformers' configuration for which our model supports one value."""
+
+    same: ClassVar[Mapping[str, str]] = {}
+    """Fields of transformers' configuration by those of the entry that have their values."""
+
     unneeded: ClassVar[tuple[str, ...]] = ()
     """Patterns of tensors that our model does not have, after the prefix."""
 
@@ -52,11 +58,12 @@ class Part:
         Raises:
             UserError: our model does not support a size or option; the message names it.
         """
-        raise NotImplementedError
+        check_values(f"the {self.name}", config, self.expected)
+        return replace(base, **{ours: getattr(config, same) for ours, same in self.same.items()})
 
     def fields(self, sizes: Any) -> dict[str, Any]:
         """Return the fields of transformers' configuration of the part; the inverse of `sizes`."""
-        raise NotImplementedError
+        return {**self.expected, **{same: getattr(sizes, ours) for ours, same in self.same.items()}}
 
     def table(self, sizes: Any) -> Table:
         """Return the table of the part's tensors, without the prefixes."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,11 +27,9 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Layout
 from examples.mimo.nemotron_vlm.model.encoders.entry import Configs, Encoder
 from examples.mimo.nemotron_vlm.model.encoders.hugging_face import (
-    Files,
     Part,
     Table,
     TensorRows,
-    check_values,
 )
 from examples.mimo.nemotron_vlm.model.encoders.stage import (
     ProjectorPart,
@@ -291,28 +289,18 @@ class SoundEncoder(MegatronModule):
         return torch.cat([sound[:count] for sound, count in zip(hidden, rows, strict=True)])
 
 
-EXPECTED = {
-    "hidden_act": "silu",
-    "projection_bias": False,
-    "subsampling_conv_kernel_size": KERNEL,
-    "subsampling_conv_stride": 2,
-}
-"""Fields of an Omni model's audio configuration for which our model supports one value."""
-
-
 class SoundPart(Part):
     """Parakeet, by transformers' names in both models."""
 
+    expected = {
+        "hidden_act": "silu",
+        "projection_bias": False,
+        "subsampling_conv_kernel_size": KERNEL,
+        "subsampling_conv_stride": 2,
+    }
+    same = {each.name: each.name for each in fields(Sound) if each.name != "projector_ffn"}
+    same["layers"] = "num_hidden_layers"
     unneeded = ("feature_extractor.*", "layers.*.conv.norm.num_batches_tracked")
-
-    def sizes(self, base: Sound, config: Any, files: Files) -> Sound:
-        check_values("the encoder of sound", config, EXPECTED)
-        same = {f.name: getattr(config, f.name) for f in fields(base) if hasattr(config, f.name)}
-        return replace(base, layers=config.num_hidden_layers, **same)
-
-    def fields(self, sizes: Sound) -> dict[str, Any]:
-        same = {k: v for k, v in vars(sizes).items() if k not in ("layers", "projector_ffn")}
-        return same | {"num_hidden_layers": sizes.layers, "projection_bias": False}
 
     def table(self, sizes: Sound) -> Table:
         with torch.device("meta"):

@@ -8,12 +8,12 @@ of Nemotron's encoders is an RMSNorm and a squared-ReLU MLP.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from examples.mimo.nemotron_vlm.model.encoders.hugging_face import Files, Part, Table, TensorRows
+from examples.mimo.nemotron_vlm.model.encoders.hugging_face import Part, Table, TensorRows
 from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs
 from megatron.core.activations import squared_relu
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
@@ -165,11 +165,10 @@ class ProjectorPart(Part):
     tensors: tuple[str, str, str] = ("0.weight", "1.weight", "3.weight")
     width: str = "projector_hidden_size"
 
-    def sizes(self, base: Any, config: Any, files: Files) -> Any:
-        return replace(base, projector_ffn=getattr(config, self.width))
-
-    def fields(self, sizes: Any) -> dict[str, Any]:
-        return {self.width: sizes.projector_ffn}
+    @property
+    def same(self) -> dict[str, str]:
+        """See `Part`."""
+        return {"projector_ffn": self.width}
 
     def table(self, _sizes: Any) -> Table:
         linear = (f"mlp.encoder.linear_fc{number}.weight" for number in (1, 2))

@@ -16,7 +16,6 @@ from examples.mimo.nemotron_vlm.model.encoders.hugging_face import (
     Part,
     Table,
     TensorRows,
-    check_values,
     interleaved,
 )
 
@@ -74,11 +73,11 @@ class RadioPart(Part):
     """The ViT, with timm's names of blocks, as C-RADIO is published."""
 
     # Pixels are normalized by values in the preset, there is no summary, and maybe no video.
+    expected, same = EXPECTED, SIZES
     unneeded = (MEAN, STD, SCALES, "summary_idxs", VIDEO_EMBEDDER)
 
     def sizes(self, base: Radio, config: Any, files: Files) -> Radio:
         """See `Part`; the files' mean and deviation of pixels replace the configuration's."""
-        check_values("the encoder", config, EXPECTED)
         tile, tubelet = config.image_size, config.video_temporal_patch_size or 1
         if tile % (config.patch_size * base.pixel_shuffle) or tile > config.max_img_size:
             raise UserError(
@@ -90,8 +89,7 @@ class RadioPart(Part):
             if self.theirs + name in files.shapes:
                 pixels[field] = tuple(files.read(self.theirs + name).flatten().tolist())
         return replace(
-            base,
-            **{ours: getattr(config, theirs) for ours, theirs in SIZES.items()},
+            super().sizes(base, config, files),
             ffn=int(config.hidden_size * config.mlp_ratio),
             tile=tile,
             class_tokens=config.num_cls_tokens + config.num_registers,
@@ -101,7 +99,7 @@ class RadioPart(Part):
 
     def fields(self, sizes: Radio) -> dict[str, Any]:
         return {
-            **{theirs: getattr(sizes, ours) for ours, theirs in SIZES.items()},
+            **super().fields(sizes),
             "model_type": "radio",
             "mlp_ratio": sizes.ffn / sizes.hidden,
             "image_size": sizes.tile,
