@@ -70,9 +70,9 @@ def whole_vlm(sound: bool = False) -> NemotronH_Omni_Reasoning_V3:
     """A random model of the published VLM's class, with or without its encoder of sound."""
     preset = replace(tiny_omni(), language=LANGUAGE, encoders=ENCODERS[: 1 + sound])
     config = their_config(preset, {each.name: each.token for each in ENCODERS})
-    config.text_config.time_step_min = 0.001  # as released
     model = NemotronH_Omni_Reasoning_V3(config)
-    config.video_pruning_rate = 0.5  # in files; the model here prunes no rows, nor does ours
+    # As released, in files: the model here neither prunes rows nor raises time steps, as ours.
+    config.video_pruning_rate, config.text_config.time_step_min = 0.5, 0.001
     return randomized(model)
 
 

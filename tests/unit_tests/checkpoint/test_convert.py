@@ -19,6 +19,7 @@ from tests.unit_tests.checkpoint.conversions import (
     TOLERANCE,
     Given,
     assert_back_again,
+    assert_verified,
     convert,
     convert_once,
     our_logits,
@@ -53,8 +54,11 @@ def given(images: Radio, is_cut: bool) -> Given:
 
 
 def mixed_vlm() -> torch.nn.Module:
-    """A VLM whose language model is in 16 bits."""
+    """A VLM whose language model is in 16 bits, with time steps below the released minimum."""
     model = whole_vlm(sound=True)
+    for name, weight in model.named_parameters():
+        if name.endswith("dt_bias"):
+            weight.data[0] = -6
     model.language_model.bfloat16()
     return model
 
@@ -73,6 +77,7 @@ def test_tiles_have_their_logits_and_back_they_have_the_same_bits(tmp_path, monk
     assert (torch.stack(ours) - torch.stack(wanted)).abs().max() <= TOLERANCE
     copied = assert_back_again(directory, directory.with_name("theirs"))
     assert "video_embedder" in copied and "sound_projection" in copied
+    assert_verified(directory, directory.with_name("theirs"), "text image")
 
 
 def test_an_encoder_that_a_directory_lacks_is_left_out(tmp_path):

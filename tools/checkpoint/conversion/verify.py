@@ -168,8 +168,10 @@ def our_logits(
     os.environ.update(ALONE)
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         session = program.open_session(Run.of([*line.split(), *words], 1, preset), source)
-        with replaced(program, forward_step=noted):
-            program.train(session)
-        program.close_session(session)
-        dist.destroy_process_group()
+        try:
+            with replaced(program, forward_step=noted):
+                program.train(session)
+        finally:
+            program.close_session(session)
+            dist.destroy_process_group()
     return [logits[number] for number in sorted(logits)]
