@@ -108,7 +108,7 @@ class Stage:
 
 
 def lanes(ranks: int) -> list[list[Stage]]:
-    """Return the lanes that run at the same time with stages of up to so many ranks.
+    """Return the lanes that run at the same time, with stages of at most ``ranks`` ranks.
 
     Lanes share GPUs: processes take turns on one, and a collective waits until both of its ranks
     have their turn.

@@ -3,7 +3,7 @@
 """Measure how well the training program uses its GPUs in the runs of a row of vlm.toml.
 
 A run is the program itself, or upstream's script that it is compared with: three steps that do not
-count and ten that do. Times are medians; tokens are those of whole rows, text and images; TFLOP/s
+count and ten that do. Times are medians; tokens are of whole rows, text and images; TFLOP/s
 are Megatron's count for all modules, without recompute.
 
 Usage, in the checkout's environment (PYTHONPATH):
@@ -89,7 +89,7 @@ def runs_of(row: dict) -> dict[str, dict]:
 
 
 def torchrun(ranks: int) -> list[str]:
-    """Return the command line's part that starts so many ranks of a program."""
+    """Return the command line's part that starts a program's ranks."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [sys.executable, *launch]
 
@@ -159,7 +159,7 @@ def measured_upstream(run: dict, arguments: list[str], ours: dict) -> dict[str, 
 
 
 def _with_tile(tile: int, directory: Path) -> str:
-    """Write the sizes of the model with tiles of so many pixels a side; returns the file's path."""
+    """Write the sizes of a model with tiles of ``tile`` pixels a side; return the file's path."""
     from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset
 
     preset = find_preset("nano-vl-30b-a3b")

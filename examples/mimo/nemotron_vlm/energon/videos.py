@@ -78,7 +78,7 @@ class Watching:
         return Extent(self.grids.size_of(len(chosen), height, width), count, fps), frames
 
     def _taken(self, count: int, fps: float) -> list[int]:
-        """Return the numbers of the frames that are taken of so many; raise BadMedium if unfit."""
+        """Return the numbers of the frames taken of ``count``; raise BadMedium if unfit."""
         if self.fps and not self.frames and not fps:
             raise BadMedium('needs "fps" in its json, as frames in a second are asked for')
         chosen = self._chosen(count, fps).tolist() if count else []

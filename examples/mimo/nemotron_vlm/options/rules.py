@@ -181,7 +181,7 @@ def _of_flash(run: Any) -> str | None:
 
 
 def _of_evaluation(run: Any) -> str | None:
-    """Return the first rule that evaluation's batches break, of those of training's batches."""
+    """Return the first of the rules of training's batches that evaluation's batches break."""
     args = run.args
     if not args.eval_iters:
         return None

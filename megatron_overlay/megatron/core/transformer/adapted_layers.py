@@ -28,7 +28,7 @@ from megatron.core.transformer.lora import Adapter, LoRA, is_adapter, parallel_m
 
 class ExpertAdapter(Adapter):
     """The adapters of a layer of all experts of a rank: A ``[experts, r, in]``, B ``[experts, out,
-    r]``. Checkpoints have them as those of one expert after the other.
+    r]``. Checkpoints have each expert's A and B at its place in tensors of all experts.
 
     Args:
         layers: the layer of each expert, called ``name`` there.
@@ -113,7 +113,7 @@ class _AdaptedExperts:
         for name, adapter in self.adapters.items():
             own = f"{prefix}adapters.{name}.", f"{prefix}experts.{name}.adapter."
             parts = adapter.sharded_state_dict(own[0], sharded_offsets, metadata)
-            replace_prefix_for_sharding(parts, *own)  # keys as those of one expert
+            replace_prefix_for_sharding(parts, *own)  # the keys of one expert
             state |= parts
         return state
 

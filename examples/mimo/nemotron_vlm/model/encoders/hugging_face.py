@@ -39,7 +39,7 @@ class Part:
     """Fields of transformers' configuration for which our model supports one value."""
 
     same: ClassVar[Mapping[str, str]] = {}
-    """Fields of transformers' configuration by those of the entry that have their values."""
+    """Fields of transformers' configuration, by the entry's fields that have the same values."""
 
     unneeded: ClassVar[tuple[str, ...]] = ()
     """Patterns of tensors that our model does not have, after the prefix."""

@@ -172,8 +172,8 @@ def _product(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Multiplies the rows of each group with the group's own weight, of one tensor or one of its
-    own; biases there are none.
+    """Multiplies the rows of each group with the group's own weight. Weights are one tensor with an
+    axis of groups, or a tensor each; there are no biases.
 
     Where weights must be copied together, the backward does it again, so that it keeps no copies.
     Frozen weights need no rows in the backward, which are not kept. The grouped GEMM leaves rows of

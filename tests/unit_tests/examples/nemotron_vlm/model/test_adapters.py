@@ -54,7 +54,7 @@ def places(name: str, adapter: Adapter) -> dict[str, int]:
 
 
 def matrices(run: Trainer, held: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, ...]]:
-    """What tensors have for A and B, by the name of the adapted layer."""
+    """Return the entries for A and B in ``held``, by the name of the adapted layer."""
     return {
         layer: tuple(held[f"{name}.linear_{each}.weight"][place] for each in ("in", "out"))
         for name, adapter in adapters_of(run).items()
