@@ -67,7 +67,7 @@ from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-from megatron.core.transformer.padded_flash_attention import check_kernel
+from megatron.core.transformer.packed_flash_attention import check_kernel
 from megatron.training import async_utils
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.config import PretrainConfigContainer

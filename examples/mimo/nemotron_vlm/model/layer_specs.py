@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.padded_flash_attention import packed_attention
+from megatron.core.transformer.packed_flash_attention import packed_attention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 

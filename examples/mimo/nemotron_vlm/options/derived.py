@@ -19,7 +19,7 @@ from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.defaults import saves_asynchronously
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.moe.device_counts import counts_stay_on_device
-from megatron.core.transformer.padded_flash_attention import is_installed
+from megatron.core.transformer.packed_flash_attention import is_installed
 
 FASTEST = 2
 """Microbatches encoded at once on GPUs: one alone has too little work for its kernels."""

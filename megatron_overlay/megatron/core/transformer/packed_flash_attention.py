@@ -1,21 +1,24 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of packed sequences by flash-attn-4, in heads of a width that it computes right.
+"""Attention of packed sequences by flash-attn-4, with a backward that is right for heads of 80.
 
-On Hopper, its backward (4.0.0b36) writes the gradient of queries as heads of a multiple of 16
-channels, and reads it as heads of a multiple of 32. So heads of 80 get wrong gradients, without a
-warning. Zeros fill heads up to such a multiple here: they change neither scores nor outputs.
+On Hopper, its backward (4.0.0b36) adds up the gradient of queries as heads of a multiple of 16
+channels. The two steps around it, which fill that sum with zeros and read it, take a multiple of
+32. So heads of 80 get wrong gradients, without a warning. Here all three take a multiple of 16.
 """
 
+import functools
+import math
 import warnings
-from functools import partial
+from collections.abc import Callable
 from importlib.util import find_spec
+from types import FunctionType
 
 import torch
 from torch import Tensor
 
-WIDTH = 32
-"""Heads are padded to a multiple of so many channels."""
+ROUNDED = 16
+"""Channels to a multiple of which Hopper's kernel rounds heads of at most 128 channels up."""
 
 SEVERAL_BLOCKS = 512
 """Tokens that no block of the kernels holds. They are compiled anew, for seconds in the midst of
@@ -31,37 +34,56 @@ def is_installed() -> bool:
     return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
 
 
-class _Padded(torch.autograd.Function):
-    """Fill heads up with zeros."""
+class _Attention(torch.autograd.Function):
+    """Saves the three inputs as they are, and writes their gradients into one tensor.
+
+    Where the inputs are parts of one tensor, the backward of its split then copies nothing.
+    """
 
     @staticmethod
-    def forward(ctx, heads: Tensor, width: int) -> Tensor:
-        ctx.channels = heads.size(-1)
-        return _filled(heads, width)
+    def forward(
+        ctx, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int
+    ) -> Tensor:
+        from flash_attn.cute.interface import _flash_attn_fwd  # starts a compiler
+
+        packed = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+        packed |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        output, sums, *_ = _flash_attn_fwd(query, key, value, return_lse=True, **packed)
+        ctx.save_for_backward(query, key, value, output, sums)
+        ctx.packed = packed
+        return output
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad[..., : ctx.channels], None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        *heads, channels = grad.shape
+        grads = grad.new_empty(*heads, 3 * channels).split(channels, dim=-1)
+        written = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        _backward()(*tensors[:4], grad, tensors[4], **written, **ctx.packed)
+        return *grads, None, None
 
 
-class _Cut(torch.autograd.Function):
-    """Take the first channels of heads."""
+@functools.cache
+def _backward() -> Callable:
+    """Return flash-attn-4's backward, with one width of heads in all of its steps."""
+    from flash_attn.cute import interface
 
-    @staticmethod
-    def forward(ctx, heads: Tensor, channels: int) -> Tensor:
-        ctx.width = heads.size(-1)
-        return heads[..., :channels].contiguous()
+    whole = interface._flash_attn_bwd
+    if torch.cuda.get_device_capability()[0] != 9:
+        return whole
+    names = ("_bwd_preprocess", "_bwd_postprocess_convert")
+    steps = {name: _with_kernels_width(getattr(interface, name)) for name in names}
+    made = FunctionType(whole.__code__, vars(interface) | steps, argdefs=whole.__defaults__)
+    made.__kwdefaults__ = whole.__kwdefaults__
+    return made
 
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _filled(grad, ctx.width), None
 
+def _with_kernels_width(step: Callable) -> Callable:
+    def wrapped(*args, hdim_multiple_of: int, **kwargs):
+        rounded = ROUNDED if hdim_multiple_of == 2 * ROUNDED else hdim_multiple_of
+        return step(*args, hdim_multiple_of=rounded, **kwargs)
 
-def _filled(heads: Tensor, width: int) -> Tensor:
-    filled = heads.new_empty(*heads.shape[:-1], width)
-    filled[..., : heads.size(-1)] = heads
-    filled[..., heads.size(-1) :] = 0
-    return filled
+    return wrapped
 
 
 def packed_attention(
@@ -77,16 +99,7 @@ def packed_attention(
     Returns:
         [tokens, heads, channels].
     """
-    from flash_attn.cute import flash_attn_varlen_func  # starts a compiler
-
-    channels = query.size(-1)
-    width = -(-channels // WIDTH) * WIDTH
-    heads = (_Padded.apply(each, width) for each in (query, key, value))
-    packed = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
-    bound = max(longest, SEVERAL_BLOCKS)
-    packed |= {"max_seqlen_q": bound, "max_seqlen_k": bound}
-    attended, _ = flash_attn_varlen_func(*heads, softmax_scale=channels**-0.5, **packed)
-    return _Cut.apply(attended, channels)
+    return _Attention.apply(query, key, value, bounds, max(longest, SEVERAL_BLOCKS))
 
 
 def check_kernel(heads: int, channels: int, dtype: torch.dtype) -> None:
@@ -95,6 +108,9 @@ def check_kernel(heads: int, channels: int, dtype: torch.dtype) -> None:
     Raises:
         ValueError: an error is too large; the message has it.
     """
+    # The allocator hands this memory to the kernels, which must clear it before they add to it.
+    unclear = [torch.full((1 << 17,), math.nan, device="cuda") for _ in range(64)]
+    del unclear
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (4, sum(LENGTHS), heads, channels)
     drawn = torch.randn(shape, generator=generator, device="cuda").to(dtype)
@@ -102,7 +118,7 @@ def check_kernel(heads: int, channels: int, dtype: torch.dtype) -> None:
     *inputs, grad = drawn.unbind()
     with warnings.catch_warnings():  # the compiler's own, of arguments that it leaves out
         warnings.simplefilter("ignore")
-        attention = partial(packed_attention, bounds=bounds, longest=max(LENGTHS))
+        attention = functools.partial(packed_attention, bounds=bounds, longest=max(LENGTHS))
         found = _with_gradients(attention, inputs, grad)
     right = _with_gradients(_exact, [each.double() for each in inputs], grad.double())
     for name, one, other in zip(("output", "dq", "dk", "dv"), found, right, strict=True):
