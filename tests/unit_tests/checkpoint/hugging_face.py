@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 
+from conversion.their_model import compute_without_kernels
 from conversion.trained import their_config
 from examples.mimo.nemotron_vlm.model.presets import LanguagePreset, tiny_omni
 
@@ -70,6 +71,7 @@ def whole_vlm(sound: bool = False) -> NemotronH_Omni_Reasoning_V3:
     """A random model of the published VLM's class, with or without its encoder of sound."""
     preset = replace(tiny_omni(), language=LANGUAGE, encoders=ENCODERS[: 1 + sound])
     config = their_config(preset, {each.name: each.token for each in ENCODERS})
+    compute_without_kernels()
     model = NemotronH_Omni_Reasoning_V3(config)
     # As released, in files: the model here neither prunes rows nor raises time steps, as ours.
     config.video_pruning_rate, config.text_config.time_step_min = 0.5, 0.001

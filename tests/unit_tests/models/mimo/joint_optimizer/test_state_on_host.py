@@ -83,10 +83,10 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 def state_of(run, clone: bool = True) -> list[torch.Tensor]:
     """Return what Adam keeps, but not of fp32 weights, whose copy keeps its first value; and the
-    number of its steps."""
+    number of its steps. A copy is on the host, as parts of a run with other parts there may be."""
     groups = [group for leaf in run.optimizer._leaves for group in leaf.optimizer.param_groups]
     return [torch.tensor(group["step"]) for group in groups] + [
-        tensor.clone() if clone else tensor
+        tensor.to("cpu", copy=True) if clone else tensor
         for leaf in run.optimizer._leaves
         for part in leaf._in_parts.parts
         for piece in part.params
