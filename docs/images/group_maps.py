@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Draw which ranks form a group, and which rank holds which token, from the plans themselves.
+"""Draw from the plans themselves which ranks form a group, and what each rank holds of a batch.
 
 Usage, with the checkout on PYTHONPATH: python docs/images/group_maps.py
 """
@@ -12,10 +12,12 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from examples.mimo.common.layout import Layout
+from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.setup.module_groups import make_grid
 from megatron.core.token_layout import contiguous_layout, pad_lengths, zigzag_layout
 
@@ -25,6 +27,23 @@ ENCODER = Layout(tp=2, dp=8, etp=2)
 
 CP, LENGTHS = 4, [16, 24]
 """CP size and sample lengths in the picture of token layouts."""
+
+SAMPLES, TOKENS = ("#5b8ff9", "#f6bd16", "#5ad8a6", "#e8684a"), 4
+"""Colours of a batch's samples, each on a rank that encodes, and runs of tokens of each."""
+ENCODES, READS = Layout(dp=4, etp=1), Layout(cp=2, pp=2, dp=1, etp=1)
+
+COLUMNS = ("encodes", "after the bridge", "tokens under CP", "loss")
+FORWARD = (
+    "bridge\nbridge.py",
+    "merge, zigzag\nembedding_merge.py, partition/adapter.py",
+    "pipeline\nMegatron's schedules.py",
+)
+BACKWARD = (
+    "gradient of encoded rows\nbridge/plan.py: backward",
+    "gradient of own tokens\nmacro_batches.py: leaves",
+    "pipeline\nMegatron's schedules.py",
+)
+WIDTH, GAP, HEIGHT = 4.0, 3.4, 1.0
 
 COLOURS = plt.get_cmap("tab20").colors[::2] + plt.get_cmap("tab20").colors[1::2]
 
@@ -87,9 +106,64 @@ def draw_tokens(name: str) -> None:
     _save(figure, name)
 
 
+def held(rank: int) -> list[list[bool]]:
+    """Return by column which runs of the batch's tokens the rank has."""
+    topology = bridge_topology(make_grid(ENCODES, "gloo"), make_grid(READS, "gloo"))
+    at, samples = topology.dest[rank], range(len(SAMPLES))
+    encoded = set(topology.encodes(rank))
+    consumed = set(topology.consumes(rank)) if at.pp == 0 else set()
+    own = set(zigzag_layout(pad_lengths([TOKENS], READS.cp), READS.cp).tokens[at.cp].tolist())
+    last = at.pp == READS.pp - 1
+    return [
+        [has(sample, token) for sample in samples for token in range(TOKENS)]
+        for has in (
+            lambda sample, _: sample in encoded,
+            lambda sample, _: sample in consumed,
+            lambda _, token: token in own,
+            lambda _, token: token in own and last,
+        )
+    ]
+
+
+def draw_batch(name: str) -> None:
+    """Draw a row for each rank, and a column for each place on a batch's way."""
+    ranks, step = len(SAMPLES), HEIGHT + 0.25
+    os.environ["WORLD_SIZE"] = str(ranks)
+    figure, axes = plt.subplots(figsize=(11, 4.4))
+    left = [column * (WIDTH + GAP) for column in range(len(COLUMNS))]
+    for rank in range(ranks):
+        y = (ranks - 1 - rank) * step
+        axes.text(-0.3, y + HEIGHT / 2, f"rank {rank}", ha="right", va="center", fontsize=9)
+        for x, runs in zip(left, held(rank), strict=True):
+            size = WIDTH / len(runs)
+            for number in np.flatnonzero(runs):
+                corner, colour = (x + number * size, y), SAMPLES[number // TOKENS]
+                axes.add_patch(Rectangle(corner, size, HEIGHT, facecolor=colour, linewidth=0))
+            axes.add_patch(Rectangle((x, y), WIDTH, HEIGHT, fill=False, edgecolor="#888888"))
+    top, bottom = ranks * step, -0.35
+    for x, title in zip(left, COLUMNS, strict=True):
+        axes.text(x + WIDTH / 2, top - 0.15, title, ha="center", fontsize=10, weight="bold")
+    for x, there, back in zip(left[1:], FORWARD, BACKWARD, strict=True):
+        start, end = x - GAP - WIDTH / 2, x + WIDTH / 2
+        _arrow(axes, start, end, top + 0.45, there, below=False)
+        _arrow(axes, end, start, bottom, back, below=True)
+    for y, word in ((top + 0.45, "forward"), (bottom, "backward")):
+        axes.text(-0.3, y, word, ha="right", va="center", fontsize=9, style="italic")
+    axes.set_xlim(-2, left[-1] + WIDTH + 0.2)
+    axes.set_ylim(bottom - 1.1, top + 1.5)
+    axes.axis("off")
+    _save(figure, name)
+
+
 def _cell(axes: Axes, x: float, y: float, colour: tuple[float, ...], text: str) -> None:
     axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colour, edgecolor="white"))
     axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=7)
+
+
+def _arrow(axes, start: float, end: float, y: float, text: str, below: bool) -> None:
+    axes.annotate("", (end, y), (start, y), arrowprops={"arrowstyle": "-|>", "color": "#444444"})
+    place = {"y": y - 0.12, "va": "top"} if below else {"y": y + 0.12, "va": "bottom"}
+    axes.text((start + end) / 2, s=text, ha="center", fontsize=7.5, **place)
 
 
 def _finish(axes: Axes, title: str, columns: int, rows: int) -> None:
@@ -108,3 +182,4 @@ if __name__ == "__main__":
     for file, panels in pictures().items():
         draw_groups(file, panels)
     draw_tokens("token-layouts")
+    draw_batch("one-batch")
