@@ -175,8 +175,9 @@ def _check_machine(chosen: Run) -> None:
             with torch.cuda.device(args.local_rank):
                 check_kernel(2, images.hidden // images.heads, args.params_dtype)
         except Exception as error:  # whatever its compiler raises
+            why = str(error) or type(error).__name__
             raise UserError(
-                f"--encoder-attention flash4: {error}; --encoder-attention te takes Transformer "
+                f"--encoder-attention flash4: {why}; --encoder-attention te takes Transformer "
                 "Engine's attention"
             ) from error
 

@@ -14,12 +14,13 @@ from examples.mimo.common.steps import batches_of_first_size, growing_batch
 from examples.mimo.nemotron_vlm.data import have_equal_images
 from examples.mimo.nemotron_vlm.model.language_loss import has_loss_kernel
 from examples.mimo.nemotron_vlm.model.model import parts_in_fp8
+from examples.mimo.nemotron_vlm.model.names import IMAGES
 from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.defaults import saves_asynchronously
+from megatron.core.transformer import packed_flash_attention as flash
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.moe.device_counts import counts_stay_on_device
-from megatron.core.transformer.packed_flash_attention import is_installed
 
 FASTEST = 2
 """Microbatches encoded at once on GPUs: one alone has too little work for its kernels."""
@@ -95,13 +96,16 @@ def encoder_attention(args: Namespace) -> str:
 
 def lacking_for_flash(args: Namespace) -> str | None:
     """Return the first thing that flash-attn-4 needs and the options lack, or None."""
+    images = args.encoder_sizes.get(IMAGES)
+    width = images["hidden"] // images["heads"] if images else flash.ROUNDED
     needs = {
         "--device cuda": args.device == "cuda",
         "--dynamic-resolution": args.dynamic_resolution,
         "--bf16 or --fp16": args.bf16 or args.fp16,
         "layers of Transformer Engine": args.transformer_impl != "local",
         "a run without --deterministic-mode": not args.deterministic_mode,
-        "flash-attn-4, which is not installed": is_installed(),
+        f"heads of another width than {width}": flash.takes_width(width),
+        f"flash-attn-4 {flash.VERSION}, which is not installed": flash.is_installed(),
     }
     return next((need for need, is_met in needs.items() if not is_met), None)
 

@@ -2,23 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of packed sequences by flash-attn-4, with a backward that is right for heads of 80.
 
-On Hopper, its backward (4.0.0b36) adds up the gradient of queries as heads of a multiple of 16
-channels. The two steps around it, which fill that sum with zeros and read it, take a multiple of
-32. So heads of 80 get wrong gradients, without a warning. Here all three take a multiple of 16.
+On Hopper, its backward adds up the gradient of queries as heads of a multiple of 16 channels. The
+steps before and after, which fill the sum with zeros and read it, take a multiple of 32. So heads
+of 80 get wrong gradients, without a warning. Here PyTorch fills the sum, and the last step reads a
+multiple of 16. The first one must keep 32: with 16, its threads write beyond a sequence's rows.
 """
 
 import functools
-import math
 import warnings
 from collections.abc import Callable
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from types import FunctionType
 
 import torch
 from torch import Tensor
 
+VERSION = "4.0.0b36"
+"""The version whose private functions are called here."""
+
 ROUNDED = 16
-"""Channels to a multiple of which Hopper's kernel rounds heads of at most 128 channels up."""
+"""Hopper's kernel rounds the width of a head of up to 128 channels to a multiple of this."""
 
 SEVERAL_BLOCKS = 512
 """Tokens that no block of the kernels holds. They are compiled anew, for seconds in the midst of
@@ -26,12 +29,20 @@ training, where the longest sequence fits into one block."""
 
 LENGTHS, NEAR = (203, 64, 1), 0.02
 """Lengths of the sequences that `check_kernel` compares, and the relative error that it allows;
-16-bit numbers come to 0.003, wrong gradients to more than 1."""
+16-bit numbers come to 0.003, wrong gradients to 0.1 or more."""
 
 
 def is_installed() -> bool:
-    """Return whether flash-attn-4 is there; other versions of flash-attn have no such module."""
-    return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
+    """Return whether flash-attn-4 is there, in the version that is used here."""
+    try:
+        return version("flash-attn-4") == VERSION
+    except PackageNotFoundError:
+        return False
+
+
+def takes_width(channels: int) -> bool:
+    """Return whether its kernels can be compiled for heads of so many channels."""
+    return channels % 8 == 0 and (channels <= 96 or 112 < channels <= 128)
 
 
 class _Attention(torch.autograd.Function):
@@ -48,8 +59,8 @@ class _Attention(torch.autograd.Function):
 
         packed = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
         packed |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-        output, sums, *_ = _flash_attn_fwd(query, key, value, return_lse=True, **packed)
-        ctx.save_for_backward(query, key, value, output, sums)
+        output, lse, *_ = _flash_attn_fwd(query, key, value, return_lse=True, **packed)
+        ctx.save_for_backward(query, key, value, output, lse)
         ctx.packed = packed
         return output
 
@@ -65,25 +76,26 @@ class _Attention(torch.autograd.Function):
 
 @functools.cache
 def _backward() -> Callable:
-    """Return flash-attn-4's backward, with one width of heads in all of its steps."""
+    """Return flash-attn-4's backward, with its last step in the width of heads of its kernel."""
     from flash_attn.cute import interface
 
     whole = interface._flash_attn_bwd
     if torch.cuda.get_device_capability()[0] != 9:
         return whole
-    names = ("_bwd_preprocess", "_bwd_postprocess_convert")
-    steps = {name: _with_kernels_width(getattr(interface, name)) for name in names}
+    first, last = interface._bwd_preprocess, interface._bwd_postprocess_convert
+
+    def from_zero(out, dout, dpsum, lse, lse_log2, dq_accum, *args, **kwargs):
+        dq_accum.zero_()
+        return first(out, dout, dpsum, lse, lse_log2, dq_accum, *args, **kwargs)
+
+    def in_kernels_width(*args, hdim_multiple_of: int, **kwargs):
+        rounded = ROUNDED if hdim_multiple_of == 2 * ROUNDED else hdim_multiple_of
+        return last(*args, hdim_multiple_of=rounded, **kwargs)
+
+    steps = {first.__name__: from_zero, last.__name__: in_kernels_width}
     made = FunctionType(whole.__code__, vars(interface) | steps, argdefs=whole.__defaults__)
     made.__kwdefaults__ = whole.__kwdefaults__
     return made
-
-
-def _with_kernels_width(step: Callable) -> Callable:
-    def wrapped(*args, hdim_multiple_of: int, **kwargs):
-        rounded = ROUNDED if hdim_multiple_of == 2 * ROUNDED else hdim_multiple_of
-        return step(*args, hdim_multiple_of=rounded, **kwargs)
-
-    return wrapped
 
 
 def packed_attention(
@@ -92,7 +104,7 @@ def packed_attention(
     """Let the tokens of each packed sequence attend to all tokens of the same one.
 
     Args:
-        query, key, value: [tokens, heads, channels], in 16 bits.
+        query, key, value: [tokens, heads, channels], in 16 bits, with as many heads each.
         bounds: int32 [sequences + 1], where each sequence begins, and the end of the last.
         longest: tokens of the longest sequence.
 
@@ -108,14 +120,11 @@ def check_kernel(heads: int, channels: int, dtype: torch.dtype) -> None:
     Raises:
         ValueError: an error is too large; the message has it.
     """
-    # The allocator hands this memory to the kernels, which must clear it before they add to it.
-    unclear = [torch.full((1 << 17,), math.nan, device="cuda") for _ in range(64)]
-    del unclear
     generator = torch.Generator("cuda").manual_seed(0)
-    shape = (4, sum(LENGTHS), heads, channels)
+    shape = (sum(LENGTHS), heads, 4 * channels)
     drawn = torch.randn(shape, generator=generator, device="cuda").to(dtype)
     bounds = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
-    *inputs, grad = drawn.unbind()
+    *inputs, grad = drawn.split(channels, dim=-1)  # parts of one tensor, as in layers
     with warnings.catch_warnings():  # the compiler's own, of arguments that it leaves out
         warnings.simplefilter("ignore")
         attention = functools.partial(packed_attention, bounds=bounds, longest=max(LENGTHS))
