@@ -5,9 +5,7 @@
 All modules are balanced at once. The rows of a microbatch cost the language model nearly the same,
 because its ranks wait for each other in each microbatch; within a microbatch, rows are given to DP
 ranks so that all have nearly the same work for encoders in the step. Each encoder rank then encodes
-an equal share of the inputs of the DP ranks that it serves, cut between inputs. Microbatches with
-much work for encoders and with little take turns, so the GPU is busy with one while the host starts
-the kernels of the next, and microbatches that are encoded at once have nearly the same work.
+an equal share of the inputs of the DP ranks that it serves, cut between inputs.
 """
 
 from collections.abc import Sequence
@@ -41,9 +39,17 @@ def assign_rows(
             cell[ranks, place] = row_set
             load[ranks] += work[row_set]
     _exchange(placed, work, load)
-    # Encoders of a light microbatch start kernels more slowly than the GPU ends them.
-    heaviest = np.argsort(-work[placed].sum(axis=(1, 2)), kind="stable")
-    return placed[np.stack([heaviest, heaviest[::-1]], axis=1).reshape(-1)[:microbatches]]
+    return placed
+
+
+def in_turns(placed: np.ndarray, encoders: Sequence[int]) -> np.ndarray:
+    """Order microbatches by work for encoders: the most, the least, the second most, and so on.
+
+    The host starts the kernels of a light microbatch more slowly than the GPU ends them. After a
+    heavy one it has a lead. Microbatches that are encoded at once also have nearly the same work.
+    """
+    most = np.argsort(-np.asarray(encoders)[placed].sum(axis=(1, 2)), kind="stable")
+    return placed[np.stack([most, most[::-1]], axis=1).reshape(-1)[: len(most)]]
 
 
 def _exchange(placed: np.ndarray, work: np.ndarray, load: np.ndarray) -> None:

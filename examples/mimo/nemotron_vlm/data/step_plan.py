@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from examples.mimo.common.layout import Layouts
-from examples.mimo.nemotron_vlm.data.balance import assign_rows, cut_evenly
+from examples.mimo.nemotron_vlm.data.balance import assign_rows, cut_evenly, in_turns
 from examples.mimo.nemotron_vlm.data.rows import PLACE, ROWS, SAMPLE, WORK, Rows
 from examples.mimo.nemotron_vlm.model.encoders import Encoder
 from megatron.core.models.mimo.bridge.topology import atoms_of
@@ -107,6 +107,8 @@ class StepPlan:
         if self.balance:
             placed = assign_rows(squares, work, count, dp)
         size = 1 if apart else self.schedule.at_once(self.layouts.language.pp, count)
+        if self.balance and not apart and size < count:
+            placed = in_turns(placed, work)
         for number in range(0, count, size):
             cells = placed[number : number + size]
             shares = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.data import SampleSource, make_source
-from examples.mimo.nemotron_vlm.data.balance import assign_rows, cut_evenly
+from examples.mimo.nemotron_vlm.data.balance import assign_rows, cut_evenly, in_turns
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows, best_fit
 from examples.mimo.nemotron_vlm.data.sample import Text
@@ -206,12 +206,12 @@ class TestBalance:
         even = np.array_split(np.concatenate(list(work.values())), parts)
         ours, counted = ([each.sum() for each in shares] for shares in (work.values(), even))
         assert max(ours) / np.mean(ours) < 1.05
-        assert max(counted) / np.mean(counted) > 1.1
+        assert max(counted) / np.mean(counted) > 1.3
 
     @pytest.mark.parametrize("count", [7, 8])
     def test_microbatches_with_much_work_and_with_little_take_turns(self, count):
         drawn = np.random.default_rng(0).lognormal(9, 1, size=2 * count).astype(int)
-        placed = assign_rows(np.zeros(2 * count), drawn, count, 2)
+        placed = in_turns(assign_rows(np.zeros(2 * count), drawn, count, 2), drawn)
         work = drawn[placed].sum(axis=(1, 2))
         assert sorted(placed.flat) == list(range(2 * count))
         falls, rises = np.diff(work)[::2], np.diff(work)[1::2]
