@@ -115,12 +115,12 @@ def run(argv: list[str]) -> None:
             )
         if line.only_asks or asked.language == PLANNED:
             # PyTorch's fake process groups come with its test tools, which are slow to import.
-            from examples.mimo.nemotron_vlm.planner.report import dry_run, plan, planned
+            from examples.mimo.nemotron_vlm.planner.report import answer, planned
 
             if asked.language == PLANNED and "--plan" not in line.given:
                 line = planned(line, asked.dry_run or int(os.environ["WORLD_SIZE"]))
             if line.only_asks:
-                print(plan(line) if asked.plan > 0 else dry_run(line), file=sys.__stdout__)
+                print(answer(line), file=sys.__stdout__)
                 return
         chosen = Run.of(line)
         sys.argv[1:] = line.words  # Megatron's own readers see the files' options too

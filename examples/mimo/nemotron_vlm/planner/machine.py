@@ -7,7 +7,6 @@ bandwidth of the slowest link: NVLink within a node, or between nodes the networ
 ranks of the group that share a node.
 """
 
-import math
 import tomllib
 from dataclasses import dataclass, field
 from functools import cache
@@ -89,17 +88,6 @@ class Machine:
         """Return the seconds of operations by kind, which may be arrays; efficiencies account for
         memory traffic."""
         return sum(count / EFFICIENCY[kind] for kind, count in work.items()) / self.peak_flops
-
-    def with_host(
-        self, seconds: float, kind: str, layers: float = 1.0, experts: float = 0
-    ) -> float:
-        """Return the seconds of layers, whose work takes ``seconds``, with the host's launches.
-
-        A host launches ahead of its device, so the two overlap partly: the time is their
-        hypotenuse, between their maximum and their sum.
-        """
-        launches = layers * self.overhead[kind] + experts * self.overhead["expert"]
-        return math.hypot(seconds, launches)
 
 
 def find_machine(name: str, **others: object) -> Machine:

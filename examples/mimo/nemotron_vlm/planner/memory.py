@@ -6,7 +6,7 @@ The peak is at the beginning of a backward, when all activations are kept; layer
 are freed before. Of the data's rows, those with the largest images count.
 """
 
-from collections.abc import Sequence
+import math
 
 import numpy as np
 
@@ -22,13 +22,20 @@ Memory = dict[str, float]
 
 def memory_of(plan: Plan) -> list[Memory]:
     """Return the bytes of a rank of each pipeline stage, by part."""
-    reserved = {"reserved": plan.task.machine.reserved_bytes}
-    return [
-        _state(plan, stage)
-        | (_language_stage if stage.encoder is None else _encoder_stage)(plan, stage)
-        | reserved
-        for stage in stages_of_pipeline(plan.layouts)
-    ]
+    memory, task, layouts = [], plan.task, plan.layouts
+    for stage in stages_of_pipeline(layouts):
+        kept = _language_kept(plan, stage.number) if stage.is_language else {}
+        encoder = _encoders_kept(plan, stage)
+        if plan.schedule.recompute:  # recomputed when the language model's are freed
+            encoder = max(0.0, encoder - sum(kept.values()))
+        state = {
+            "parameters": task.machine.precision * sum(held(task, layouts, stage)),
+            "gradients": task.state.gradient * sum(held(task, layouts, stage, trained=True)),
+            "optimizer": task.state.optimizer * _shard(plan, stage, trained=True),
+        }
+        others = {"encoder activations": encoder, "reserved": task.machine.reserved_bytes}
+        memory.append(state | kept | others)
+    return memory
 
 
 def peak(plan: Plan) -> float:
@@ -44,60 +51,32 @@ def host_memory_of(plan: Plan) -> list[Memory]:
     """
     task, hosts = plan.task, []
     for stage in stages_of_pipeline(plan.layouts):
-        every, trained = _held(plan, stage)
-        shard, saved = (
-            _shard(plan, n) for n in (trained, trained if task.options.adapters else every)
-        )
+        shard = _shard(plan, stage, trained=True)
+        saved = shard if task.options.adapters else _shard(plan, stage, trained=False)
         in_save = task.state.saved * shard + task.machine.precision * saved
         hosts.append({"state": task.state.on_host * shard, "save": in_save})
     return hosts
 
 
-def _held(plan: Plan, stage: Stage) -> tuple[list[float], list[float]]:
-    """Return the parameters that a rank holds, and the trained parameters among them."""
-    run = plan.task.options
-    every = held(run.preset, plan.layouts, stage, frozenset(), run.adapters)
-    return every, held(run.preset, plan.layouts, stage, run.parts.frozen, run.adapters)
-
-
-def _shard(plan: Plan, numbers: Sequence[float]) -> float:
-    """Return a rank's share of parameters, which `held` counts, if replicas divide them."""
-    lay = plan.layouts.language
+def _shard(plan: Plan, stage: Stage, trained: bool) -> float:
+    """Return a rank's share of the parameters that `held` counts, which replicas divide."""
+    lay, numbers = plan.layouts.language, held(plan.task, plan.layouts, stage, trained)
     replicas = *(each.dp for each in plan.layouts.encoders), lay.dp * lay.cp, lay.expt_dp
     return sum(number / copies for number, copies in zip(numbers, replicas, strict=True))
 
 
-def _state(plan: Plan, stage: Stage) -> Memory:
-    """Return the bytes of parameters, and of trained ones' gradients and optimizer's shard."""
-    state, (every, trained) = plan.task.state, _held(plan, stage)
-    return {
-        "parameters": plan.task.machine.precision * sum(every),
-        "gradients": state.gradient * sum(trained),
-        "optimizer": state.optimizer * _shard(plan, trained),
-    }
-
-
-def _encoder_stage(plan: Plan, stage: Stage) -> Memory:
-    inputs, lay = plan.encoders[stage.encoder]
-    n, number = stage.number, plan.layouts.num_microbatches
-    rows = min(lay.pp + plan.layouts.language.pp - n, number) * plan.rows(lay)
-    kept = inputs.most_kept(lay, rows, plan.task.inert, n == 0, n == lay.pp - 1)
-    return {"encoder activations": plan.task.machine.precision * kept}
-
-
-def _language_stage(plan: Plan, stage: Stage) -> Memory:
-    """Return a language stage's bytes, with colocated encoders' activations."""
-    parts, at_once = _language_kept(plan, stage.number), plan.encoded_at_once
-    if plan.layouts.non_colocated:
-        return parts
-    kept = min(plan.schedule.recompute or at_once, at_once)
-    encoder = plan.task.machine.precision * sum(
-        inputs.most_kept(own, kept * plan.rows(own), plan.task.inert)
-        for inputs, own in plan.encoders
+def _encoders_kept(plan: Plan, stage: Stage) -> float:
+    """Return the bytes of encoders' activations on a rank of a stage."""
+    encoders = [plan.encoders[place] for place in stage.encoders]
+    microbatches, number = min(plan.schedule.recompute or math.inf, plan.encoded_at_once), 0
+    if not stage.is_language:
+        ((_, own),), number = encoders, stage.number
+        in_flight = own.pp + plan.layouts.language.pp - number
+        microbatches = min(in_flight, plan.layouts.num_microbatches)
+    return plan.task.machine.precision * sum(
+        inputs.most_kept(own, microbatches * plan.rows(own), plan.task.inert, number)
+        for inputs, own in encoders
     )
-    if plan.schedule.recompute:  # recomputed when the language model's are freed
-        encoder = max(0.0, encoder - sum(parts.values()))
-    return parts | {"encoder activations": encoder}
 
 
 def _language_kept(plan: Plan, stage: int) -> Memory:
@@ -113,14 +92,12 @@ def _language_kept(plan: Plan, stage: int) -> Memory:
             whole = tokens_of(lay, batch) * p.hidden_size
             kept[kind] = whole if plan.recompute == "full" else layer.norm
             running.append(layer.kept + 2 * layer.largest)
-    in_chunks, number = (
-        [sum(map(kept.get, chunk)) for chunk in chunks],
-        plan.layouts.num_microbatches,
-    )
+    in_chunks = [sum(map(kept.get, chunk)) for chunk in chunks]
+    number = plan.layouts.num_microbatches
     logits = tokens_of(lay, batch) * p.vocab_size * (stage == lay.pp - 1)
     return {
         "language activations": width * most_in_flight(stage, lay, number, in_chunks),
-        "loss": (plan.task.state.logit or 8 + width) * logits,
+        "loss": plan.task.state.logit * logits,
         "recomputed layer": width * max(running),
     }
 

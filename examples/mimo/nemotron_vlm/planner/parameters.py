@@ -8,10 +8,11 @@ parallelism divides them, so what a rank of any layout holds follows from them.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from examples.mimo.nemotron_vlm.model.model import build_vlm, placed
 from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE, ModelPart, part_of
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.run import Run
-from examples.mimo.nemotron_vlm.planner.plan import Stage
+from examples.mimo.nemotron_vlm.planner.plan import Stage, Task
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.core.models.mimo.setup.module_groups import make_modules, prepare_process
@@ -36,8 +37,20 @@ ENCODER, VIT_LAYER, PROJECTOR = "encoder", "vit layer", "projector"
 FIRST, LAST, EXPERT = "first stage", "last stage", "expert"
 """Places of parameters in the model, beside the letters of the language model's layers."""
 
-Place = str | tuple[str, str]
-"""Place of parameters in the model; an encoder's begins with the encoder's name."""
+
+class Place(NamedTuple):
+    """A place of parameters in the model.
+
+    kind: an encoder's is ``VIT_LAYER``, ``ENCODER`` for what surrounds these, or ``PROJECTOR``. The
+    language model's is the letter of a layer, ``EXPERT`` for its routed experts, or ``FIRST`` and
+    ``LAST`` for what the first and the last stage of a pipeline have besides. is_divided: whether
+    tensor parallelism divides the parameters.
+    """
+
+    part: ModelPart
+    kind: str
+    is_adapter: bool
+    is_divided: bool
 
 
 @cache
@@ -47,49 +60,38 @@ def chunks_of(pattern: str, layout: Layout) -> list[str]:
 
 
 @cache
-def held(
-    preset: VLMPreset,
-    layouts: Layouts,
-    stage: Stage,
-    frozen: frozenset[ModelPart] = frozenset(),
-    adapters: Adapters | None = None,
-) -> list[float]:
-    """Return the parameters that a rank of a stage holds, without frozen parts, with adapters.
+def held(task: Task, layouts: Layouts, stage: Stage, trained: bool = False) -> list[float]:
+    """Return the parameters that a rank of a stage holds, or only those that it trains.
 
     They are those of each encoder with its projector, replicated over the encoder's dp; the
     language model's, replicated over its dp·cp; and its experts', replicated over ``expt_dp``.
     """
-    base, added = _one_of_each(preset, adapters)
-    lay, encoders, is_language = layouts.language, [], stage.encoder is None
+    preset, lay, numbers, options = task.preset, layouts.language, [], task.options
+    left_out = options.parts.frozen if trained else ()
+    counts = _one_of_each(preset, options.adapters).items()
 
-    def count(place: Place, part: ModelPart, tp: int, times: float) -> float:
-        kinds = [added.get(place), None if part in frozen else base.get(place)]
-        return times * sum(whole + divided / tp for whole, divided in filter(None, kinds))
+    def count(module: str, tp: int, times: Mapping[str, float]) -> float:
+        return sum(
+            times.get(place.kind, 0.0) * number / (tp if place.is_divided else 1)
+            for place, number in counts
+            if place.part[0] == module and (place.is_adapter or place.part not in left_out)
+        )
 
-    for number, (each, own) in enumerate(zip(preset.encoders, layouts.encoders, strict=True)):
-        at = 0 if is_language else stage.number
-        is_here = not layouts.non_colocated or number == stage.encoder
+    for place, (each, own) in enumerate(zip(preset.encoders, layouts.encoders, strict=True)):
+        at = 0 if stage.is_language else stage.number
         times = {VIT_LAYER: each.layers // own.pp, ENCODER: at == 0, PROJECTOR: at == own.pp - 1}
-        encoders.append(0.0)
-        for place, repeated in times.items():
-            part = each.name, PROJECTOR if place == PROJECTOR else ENCODER
-            encoders[-1] += count((each.name, place), part, own.tp, repeated * is_here)
+        numbers.append(count(each.name, own.tp, times) * (place in stage.encoders))
     chunks = chunks_of(preset.language.hybrid_layer_pattern, lay)[stage.number :: lay.pp]
-    kinds = "".join(chunks) * is_language
-    ends = {FIRST: stage.number == 0, LAST: stage.number == lay.pp - 1}
-    times = Counter(kinds) | {place: is_language and here for place, here in ends.items()}
-    dense = sum(count(place, LANGUAGE, lay.tp, repeated) for place, repeated in times.items())
-    return [*encoders, dense, count(EXPERT, LANGUAGE, lay.etp, kinds.count("E") / lay.ep)]
-
-
-Counts = dict[Place, list[int]]
-"""Numbers of parameters that tensor parallelism does not divide, and that it does."""
+    kinds, ends = Counter("".join(chunks) * stage.is_language), {}
+    if stage.is_language:
+        ends = {FIRST: stage.number == 0, LAST: stage.number == lay.pp - 1}
+    experts = count("", lay.etp, {EXPERT: kinds["E"] / lay.ep})
+    return [*numbers, count("", lay.tp, kinds | ends), experts]
 
 
 @cache
-def _one_of_each(preset: VLMPreset, adapters: Adapters | None) -> tuple[Counts, Counts]:
-    """Return the parameters of a layer of each kind, and of what is around them; and their
-    adapters'."""
+def _one_of_each(preset: VLMPreset, adapters: Adapters | None) -> Counter[Place]:
+    """Count the parameters of a layer of each kind, and of what is around them."""
     pattern = "".join(sorted(set(preset.language.hybrid_layer_pattern) - {"|"}))
     language = replace(preset.language, hybrid_layer_pattern=pattern)
     encoders = tuple(replace(each, layers=1) for each in preset.encoders)
@@ -100,28 +102,22 @@ def _one_of_each(preset: VLMPreset, adapters: Adapters | None) -> tuple[Counts, 
             return by_place(stages)
 
 
-def by_place(stages: list[MimoModel]) -> tuple[Counts, Counts]:
-    """Count the parameters of a rank's virtual stages, and of their adapters, by their place in the
-    model.
-
-    An encoder's are ``VIT_LAYER``, ``ENCODER`` for what surrounds these, and ``PROJECTOR``. The
-    language model's are the letter of a layer, ``EXPERT`` for its routed experts, and ``FIRST`` and
-    ``LAST`` for what the first and the last stage of a pipeline have besides.
-    """
-    counts: tuple[Counts, Counts] = {}, {}
+def by_place(stages: list[MimoModel]) -> Counter[Place]:
+    """Count the parameters of a rank's virtual stages by their place in the model."""
+    counts: Counter[Place] = Counter()
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            (module, part), (_, _, layer) = part_of(name), name.partition("coder.layers.")
-            if module:
-                place = module, VIT_LAYER if part == ENCODER and layer else part
+            part, (_, _, layer) = part_of(name), name.partition("coder.layers.")
+            if part != LANGUAGE:
+                kind = VIT_LAYER if part[1] == ENCODER and layer else part[1]
             elif layer:
                 is_routed = ".mlp.experts." in name
                 kinds = stage.language_model.decoder.layer_type_list
-                place = EXPERT if is_routed else kinds[int(layer.split(".")[0])]
+                kind = EXPERT if is_routed else kinds[int(layer.split(".")[0])]
             else:
-                place = FIRST if ".embedding." in name else LAST
+                kind = FIRST if ".embedding." in name else LAST
             is_divided = bool(getattr(parameter, "tensor_model_parallel", False))
-            counts[is_adapter(name)].setdefault(place, [0, 0])[is_divided] += parameter.numel()
+            counts[Place(part, kind, is_adapter(name), is_divided)] += parameter.numel()
     return counts
 
 

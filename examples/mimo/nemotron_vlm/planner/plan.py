@@ -69,16 +69,13 @@ class Inputs:
         return float(max(sums.max() * rows / count, values.max()))
 
     def most_kept(
-        self, own: Layout, rows: float, frozen: frozenset[ModelPart], *ends: bool
+        self, own: Layout, rows: float, frozen: frozenset[ModelPart], stage: int = 0
     ) -> float:
-        """Return the most elements that a rank of one stage keeps of the inputs of ``rows`` rows.
+        """Return the most elements that a rank of a stage keeps of the inputs of ``rows`` rows.
 
         A frozen encoder keeps nothing, but its projector may still be trained.
-
-        Args:
-            ends: whether the stage is its pipeline's first, and its last; both by default.
         """
-        encoder, (first, last) = self.encoder, ends or (True, True)
+        encoder, first, last = self.encoder, stage == 0, stage == own.pp - 1
         if (encoder.name, "encoder") in frozen:
             if (encoder.name, "projector") in frozen:
                 return 0.0
@@ -123,13 +120,13 @@ def words_of(preset: VLMPreset, inputs: tuple[Inputs, ...] | list[Inputs]) -> st
 
 class StateBytes(NamedTuple):
     """Bytes for each parameter: its gradient, and the optimizer's state of the rank's shard, on the
-    GPU, on the host and in a checkpoint; and for each logit, None with Megatron's loss."""
+    GPU, on the host and in a checkpoint; and what the loss keeps for each logit."""
 
     gradient: float
     optimizer: float
     on_host: float
     saved: float
-    logit: float | None
+    logit: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,11 +159,12 @@ class Task:
 class Stage(NamedTuple):
     """A stage of the pipeline.
 
-    encoder: the encoder's place in the preset; None for the language model's stages. number: the
-    stage's place in its module's own pipeline.
+    encoders: places in the preset of the encoders that it has. is_language: whether it has a stage
+    of the language model. number: the stage's place in its module's own pipeline.
     """
 
-    encoder: int | None
+    encoders: tuple[int, ...]
+    is_language: bool
     number: int
     name: str
 
@@ -200,12 +198,13 @@ class Plan:
 @cache
 def stages_of_pipeline(layouts: Layouts) -> list[Stage]:
     """Return the pipeline's stages; those of encoders on ranks of their own come first."""
-    stages = [
-        Stage(place, number, f"encoder {place}, {number}")
-        for place, lay in enumerate(layouts.encoders if layouts.non_colocated else ())
-        for number in range(lay.pp)
-    ]
-    stages += [Stage(None, number, f"stage {number}") for number in range(layouts.language.pp)]
+    stages, here = [], tuple(range(len(layouts.encoders)))
+    if layouts.non_colocated:
+        for place, lay in enumerate(layouts.encoders):
+            names = [f"encoder {place}, {number}" for number in range(lay.pp)]
+            stages += [Stage((place,), False, *each) for each in enumerate(names)]
+        here = ()
+    stages += [Stage(here, True, n, f"stage {n}") for n in range(layouts.language.pp)]
     return stages if len(stages) > 1 else [stages[0]._replace(name="all ranks")]
 
 
@@ -220,7 +219,7 @@ def task_of(options: Run, world: int, **figures: object) -> Task:
     asked["has_graphs"] = args.cuda_graph_impl == "local"
     machine = find_machine(args.plan_gpu, **asked | figures)
     inputs = inputs_of(args, options.preset)
-    return Task(options, world, machine, inputs, _state_of(args, machine.precision == 2))
+    return Task(options, world, machine, inputs, _state_of(args, machine.precision))
 
 
 def plan_of(options: Run) -> Plan:
@@ -233,8 +232,8 @@ def plan_of(options: Run) -> Plan:
     return Plan(task, options.layouts, recompute, options.schedule)
 
 
-def _state_of(args: Namespace, in_16_bits: bool) -> StateBytes:
-    """Return what Adam of Megatron's distributed optimizer keeps for each parameter.
+def _state_of(args: Namespace, width: int) -> StateBytes:
+    """Return what Adam of Megatron's distributed optimizer keeps for parameters of ``width`` bytes.
 
     It keeps two moments and, if the parameters have 16 bits, the weight, each in fp32 unless the
     options of the precision-aware optimizer say otherwise. Beside bf16 parameters, that one may
@@ -243,12 +242,12 @@ def _state_of(args: Namespace, in_16_bits: bool) -> StateBytes:
     """
     narrow = args.grad_reduce_in_bf16 or args.main_grads_dtype != torch.float32
     narrow = narrow or (args.fp16 and not args.accumulate_allreduce_grads_in_fp32)
+    gradient = 2 if narrow and width == 2 else 4
     moments = args.exp_avg_dtype, args.exp_avg_sq_dtype
     kept = sum(moment.itemsize for moment in moments)
     saved = 4 + sum(2 if moment == torch.bfloat16 else 4 for moment in moments)
-    kept += (2 if keeps_halves(args) else args.main_params_dtype.itemsize) * in_16_bits
+    kept += (2 if keeps_halves(args) else args.main_params_dtype.itemsize) * (width == 2)
     on_host = kept * args.optimizer_offload_fraction * args.optimizer_cpu_offload
-    gradient = 2.0 if narrow and in_16_bits else 4.0
-    # The kernel keeps logits and their gradient.
-    logit = 2 * (2.0 if in_16_bits else 4.0) if args.loss_kernel else None
+    # The kernel keeps logits and their gradient; Megatron's loss, logits and two fp32 tensors.
+    logit = 2 * width if args.loss_kernel else 8 + width
     return StateBytes(gradient, kept - on_host, on_host, saved, logit)

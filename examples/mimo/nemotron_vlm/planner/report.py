@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED, PLACEMENTS, PLANNED, table
+from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE
 from examples.mimo.nemotron_vlm.options.command_line import CommandLine, read
 from examples.mimo.nemotron_vlm.options.derived import fastest_macro_batch
 from examples.mimo.nemotron_vlm.options.run import Run
@@ -40,35 +41,27 @@ DECIDED = "--plan", "--recompute-", "--encoder-macro-batch", "--placement", "--m
 DECIDED += ("--language",)
 """Beginnings of options that a plan's command has of its own, or has not."""
 GIB = 2**30
-SHARES = ("bubble", "communication", "gradients")
-"""Parts of a step whose shares are shown."""
-HEADS = ["", "s/step", "tokens/s/GPU", "TFLOP/s", "GiB", *SHARES, "encoder", "language"]
-HEADS += ["micro", "recompute", "placement"]
 
 
-def dry_run(line: CommandLine) -> str:
-    """Return the model's parameters (for one rank), predicted memory and step as text.
+def answer(line: CommandLine) -> str:
+    """Return the answer to ``--dry-run`` or ``--plan`` as text.
 
-    Raises:
-        UserError: the input is bad, or several processes were started.
-    """
-    _check_alone()
-    ranks = line.args.dry_run
-    os.environ["WORLD_SIZE"] = str(ranks)  # HyperCommGrid checks its size against it
-    options = Run.of(line, ranks)
-    asked = plan_of(options)
-    parameters = [_parameters(options)] if ranks == 1 else []
-    return "\n".join([*parameters, _memory(asked), _step(asked)])
-
-
-def plan(line: CommandLine) -> str:
-    """Return the fastest plans for the GPUs of ``--plan``, as text.
+    The first is the model's parameters (for one rank), predicted memory and step; the second, the
+    fastest plans for the GPUs.
 
     Raises:
         UserError: the input is bad, several processes were started, or no plan fits.
     """
-    _check_alone()
-    return describe(*_fastest(line, line.args.plan))
+    started = int(os.environ["WORLD_SIZE"])
+    if started > 1:
+        raise UserError(f"--dry-run and --plan tell of all ranks: start 1 rank, not {started}")
+    if line.args.plan > 0:
+        return _describe(*_fastest(line, line.args.plan))
+    ranks = line.args.dry_run
+    os.environ["WORLD_SIZE"] = str(ranks)  # HyperCommGrid checks its size against it
+    options = Run.of(line, ranks)
+    parameters = [_parameters(options)] if ranks == 1 else []
+    return "\n".join([*parameters, *_predictions(plan_of(options))])
 
 
 def planned(line: CommandLine, ranks: int) -> CommandLine:
@@ -102,35 +95,30 @@ def _fastest(line: CommandLine, ranks: int, **figures: int) -> tuple[list[Plan],
     return search(replace(task, placements=placements))
 
 
-def _check_alone() -> None:
-    started = int(os.environ["WORLD_SIZE"])
-    if started > 1:
-        raise UserError(f"--dry-run and --plan tell of all ranks: start 1 rank, not {started}")
-
-
 def _parameters(options: Run) -> str:
     """Return a table of parameters by part, in total and active per token (top-k experts)."""
     sizes, counts = options.preset.language, defaultdict(Counter)
     with params.stages_on_meta(options, 0) as stages:
         if options.adapters:
             options.adapters.check({word for stage in stages for word in stage.words})
-        held, added = (list(each.items()) for each in params.by_place(stages))
-        for number, (place, numbers) in enumerate(held + added):
-            parts = ["language model", f"language: {KINDS.get(place, place)}"]
-            if isinstance(place, tuple):
-                part = params.PROJECTOR if place[1] == params.PROJECTOR else "encoder"
-                parts = [f"{place[0]} {part}" if options.preset.names[1:] else part]
-            share = sizes.moe_router_topk / sizes.num_experts if place == params.EXPERT else 1.0
-            parts = ["LoRA adapters"] if number >= len(held) else parts
-            for part in (*parts, "all"):
-                counts[part].update(total=sum(numbers), active=sum(numbers) * share)
+        for place, number in params.by_place(stages).items():
+            (name, part), kind = place.part, place.kind
+            parts = ["language model", f"language: {KINDS.get(kind, kind)}"]
+            if place.is_adapter:
+                parts = ["LoRA adapters"]
+            elif place.part != LANGUAGE:
+                parts = [f"{name} {part}" if options.preset.names[1:] else part]
+            share = sizes.moe_router_topk / sizes.num_experts if kind == params.EXPERT else 1.0
+            for each in (*parts, "all"):
+                counts[each].update(total=number, active=number * share)
     ordered = sorted(counts, key=lambda part: (part == "all", part == "language model", part))
     rows = [[part, *(f"{n / 1e9:.4f} B" for n in counts[part].values())] for part in ordered]
     return table([["part", "total", "active"], *rows])
 
 
-def _memory(asked: Plan) -> str:
-    """Return the predicted memory by stage, and the most of a rank with less or more kept."""
+def _predictions(asked: Plan) -> list[str]:
+    """Return the predicted memory by stage, the most of a rank with less or more kept, and the
+    predicted step."""
     task, others = asked.task, {f"recompute {n}": {"recompute": n} for n in RECOMPUTED}
     if not asked.layouts.non_colocated:
         one = replace(asked.schedule, macro_batch=1)
@@ -138,17 +126,15 @@ def _memory(asked: Plan) -> str:
         others["encoder recompute 1"] = {"schedule": replace(asked.schedule, recompute=1)}
     peaks = (f"{name} {gib(peak(replace(asked, **change)))}" for name, change in others.items())
     precision = "16 bits" if task.machine.precision == 2 else "fp32"
-    return (
-        f"predicted GiB of a rank in {precision}, recompute {asked.recompute}, with "
-        f"{words_of(task.preset, task.inputs)}:\n{memory_table(asked)}\n"
-        f"most of a rank with {', '.join(peaks)}"
-    )
-
-
-def _step(asked: Plan) -> str:
     parts = (f"{name} {part:.2g}" for name, part in step_time(asked).items() if part)
     number = asked.layouts.num_microbatches
-    return f"predicted step of {number} microbatches: {seconds(asked):.3g} s ({', '.join(parts)})"
+    return [
+        f"predicted GiB of a rank in {precision}, recompute {asked.recompute}, with "
+        f"{words_of(task.preset, task.inputs)}:",
+        memory_table(asked),
+        f"most of a rank with {', '.join(peaks)}",
+        f"predicted step of {number} microbatches: {seconds(asked):.3g} s ({', '.join(parts)})",
+    ]
 
 
 def command(plan: Plan) -> list[str]:
@@ -188,7 +174,7 @@ def choices_of(plan: Plan) -> list[str]:
     return options
 
 
-def describe(plans: list[Plan], allowed: int) -> str:
+def _describe(plans: list[Plan], allowed: int) -> str:
     """Return everything that is printed about the best plans of those that the rules allow."""
     best = plans[0]
     task, machine, batch = best.task, best.task.machine, best.layouts.batch
@@ -202,31 +188,32 @@ def describe(plans: list[Plan], allowed: int) -> str:
     encoding = (each.mean(each.encoder.operations(each.sizes, width)) for each in task.inputs)
     # Megatron's own count of the language model's operations; what is recomputed does not count.
     operations = num_floating_point_operations.__wrapped__(task.options.args, 1) + sum(encoding)
-    rows = [[str(number), *_row(plan, operations)] for number, plan in enumerate(plans, 1)]
+    rows = [{"": str(number)} | _row(plan, operations) for number, plan in enumerate(plans, 1)]
     memory = f"memory of the best, GiB of a rank by pipeline stage\n{memory_table(best)}"
     run = "run it with\n" + " \\\n    ".join(command(best))
-    return "\n\n".join([title, table([HEADS, *rows]), memory, run])
+    return "\n\n".join([title, table([[*rows[0]], *(row.values() for row in rows)]), memory, run])
 
 
-def _row(plan: Plan, operations: float) -> list[str]:
-    """Return a plan's row of the table; a row of tokens takes ``operations``."""
+def _row(plan: Plan, operations: float) -> dict[str, str]:
+    """Return a plan's cells by their heads; a row of tokens takes ``operations``."""
     parts, step, batch = step_time(plan), seconds(plan), plan.layouts.batch
     again = [plan.recompute] * (plan.recompute != "none")
     again += [f"encoder/{plan.schedule.recompute}"] * bool(plan.schedule.recompute)
     macro_batch = f"×{plan.schedule.macro_batch}" * (plan.schedule.macro_batch > 1)
     rows_a_gpu = batch.global_size / step / plan.task.world
-    return [
-        f"{step:.3f}",
-        f"{rows_a_gpu * batch.seq_length:,.0f}",
-        f"{rows_a_gpu * operations / 1e12:.0f}",
-        gib(peak(plan)),
-        *(f"{parts[name] / step:.1%}" for name in SHARES),
-        " ".join(plan.layouts.named_encoders(plan.task.preset.names)),
-        str(plan.layouts.language),
-        f"{batch.micro_size}{macro_batch}",
-        "+".join(again) or "-",
-        plan.layouts.placement,
-    ]
+    shares = ("bubble", "communication", "gradients")
+    return {
+        "s/step": f"{step:.3f}",
+        "tokens/s/GPU": f"{rows_a_gpu * batch.seq_length:,.0f}",
+        "TFLOP/s": f"{rows_a_gpu * operations / 1e12:.0f}",
+        "GiB": gib(peak(plan)),
+        **{name: f"{parts[name] / step:.1%}" for name in shares},
+        "encoder": " ".join(plan.layouts.named_encoders(plan.task.preset.names)),
+        "language": str(plan.layouts.language),
+        "micro": f"{batch.micro_size}{macro_batch}",
+        "recompute": "+".join(again) or "-",
+        "placement": plan.layouts.placement,
+    }
 
 
 def memory_table(plan: Plan) -> str:

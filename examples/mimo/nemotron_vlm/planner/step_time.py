@@ -4,7 +4,9 @@
 
 The busiest stage runs all microbatches, and waits for one microbatch of each other stage:
 microbatches × busiest + (all stages − busiest) / vpp + encoders + optimizer.
-Nothing overlaps, as is the program's default. Ranks are balanced, so rows count in the mean.
+Nothing overlaps, as is the program's default, but a host launches ahead of its device: the time of
+both is their hypotenuse, between their maximum and their sum. Ranks are balanced, so rows count in
+the mean.
 """
 
 import math
@@ -15,7 +17,6 @@ import numpy as np
 
 from examples.mimo.common.layout import Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE
-from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED, language_layer, tokens_of
 from examples.mimo.nemotron_vlm.planner.machine import Machine, groups_of
 from examples.mimo.nemotron_vlm.planner.parameters import chunks_of, held
@@ -47,9 +48,7 @@ def step_time(plan: Plan) -> dict[str, float]:
             stages += [cost] * own.pp
         else:
             alone = alone + number / plan.encoded_at_once * cost
-    sizes = plan.task.preset.language, lay, layouts.batch, layouts.offsets[-1]
-    passes = PASSES - (LANGUAGE in plan.task.options.parts.frozen)
-    chunks = language_chunks(*sizes, plan.recompute, machine, passes)
+    chunks = language_chunks(plan.task, lay, layouts.batch, layouts.offsets[-1], plan.recompute)
     stages += [sum(chunks[stage :: lay.pp]) for stage in range(lay.pp)]
     costs = np.stack(stages) + [machine.microbatch_overhead, 0.0, 0.0]
     busiest = costs[costs.sum(1).argmax()]
@@ -61,19 +60,15 @@ def step_time(plan: Plan) -> dict[str, float]:
 
 @cache
 def language_chunks(
-    p: LanguagePreset,
-    lay: Layout,
-    batch: Batch,
-    first: int,
-    recompute: str,
-    machine: Machine,
-    passes: float = PASSES,
+    task: Task, lay: Layout, batch: Batch, first: int, recompute: str
 ) -> list[np.ndarray]:
     """Return the costs of one microbatch in each virtual stage, in the pipeline's order.
 
     Args:
         first: the language model's first rank.
     """
+    p, machine = task.preset.language, task.machine
+    passes = PASSES - (LANGUAGE in task.options.parts.frozen)
     groups = groups_of(lay, machine.gpus_per_node, first)
     tokens, of_layer = tokens_of(lay, batch), {}
     size = tokens * p.hidden_size * machine.precision
@@ -81,21 +76,22 @@ def language_chunks(
     # Elsewhere the host asks for the experts' counts. Colocated, the first rank is 0.
     captures_experts = lay.ep <= 2 and lay.etp == 1 and not first and recompute == "none"
     for kind in set(p.hybrid_layer_pattern) - {"|"}:
-        layer, experts, exchanged = language_layer(kind, p, lay, batch), 0.0, 0.0
+        compute = passes * machine.seconds(language_layer(kind, p, lay, batch).work)
+        launches, exchanged = machine.overhead[kind], 0.0
         if kind == "E":
-            experts, sent = p.num_experts / lay.ep, size * p.moe_router_topk
+            launches += p.num_experts / lay.ep * machine.overhead["expert"]
+            sent = size * p.moe_router_topk
             exchanged = 2 * machine.all_to_all(groups["ep"], sent)
             exchanged += 2 * machine.gather(groups["expt_tp"], sent * lay.etp)
-        compute = passes * machine.seconds(layer.work)
         if not (machine.has_graphs and (kind in "MG" or kind == "E" and captures_experts)):
-            compute = machine.with_host(compute, kind, experts=experts)
+            compute = math.hypot(compute, launches)
         both_ways = GATHERS * gather + 2 * exchanged
         again = (compute / passes + both_ways / 2) * (kind in RECOMPUTED[recompute])
         of_layer[kind] = np.array([compute, both_ways, again])
     chunks = [sum(of_layer[k] for k in chunk) for chunk in chunks_of(p.hybrid_layer_pattern, lay)]
     logits = passes * machine.seconds({"gemm": 2 * tokens * p.hidden_size * p.vocab_size})
     chunks[0] = chunks[0] + [0.0, 2 * gather, 0.0]
-    chunks[-1] = chunks[-1] + [machine.with_host(logits, "head"), GATHERS * gather, 0.0]
+    chunks[-1] = chunks[-1] + [math.hypot(logits, machine.overhead["head"]), GATHERS * gather, 0.0]
     return chunks
 
 
@@ -108,12 +104,13 @@ def encoder_cost(plan: Plan, inputs: Inputs, lay: Layout) -> np.ndarray:
     is_inert = (inputs.encoder.name, "encoder") in plan.task.inert
     passes = 1.0 if is_inert else PASSES  # the projector's work is little
     work *= passes / PASSES
-    compute = machine.with_host(work / (lay.tp * lay.pp), "vit", layers / lay.pp)
+    launches = layers * machine.overhead["vit"]
+    compute = math.hypot(work / (lay.tp * lay.pp), launches / lay.pp)
     group = groups_of(lay, machine.gpus_per_node)["tp"]
     sent = 8 * layers / lay.pp * machine.gather(group, summed * machine.precision)
     if plan.schedule.recompute and not plan.layouts.non_colocated:
         launched = math.ceil(at_once / plan.schedule.recompute) - 1
-        again = compute / passes + sent / 2 + launched * layers * machine.overhead["vit"]
+        again = compute / passes + sent / 2 + launched * launches
     return np.array([compute, sent, again])
 
 
@@ -130,10 +127,9 @@ def after_backward(task: Task, layouts: Layouts) -> tuple[float, float]:
 
     Communication reduces gradients and gathers weights over replicas, where most is held.
     """
-    machine, trained = task.machine, (task.options.parts.frozen, task.options.adapters)
-    stages = stages_of_pipeline(layouts)
-    most = max((held(task.preset, layouts, stage, *trained) for stage in stages), key=sum)
-    firsts = zip((*layouts.encoders, layouts.language), layouts.offsets, strict=True)
+    machine, stages = task.machine, stages_of_pipeline(layouts)
+    most = max((held(task, layouts, stage, trained=True) for stage in stages), key=sum)
+    firsts = zip(layouts.modules, layouts.offsets, strict=True)
     groups = [groups_of(lay, machine.gpus_per_node, first) for lay, first in firsts]
     replicas = [*(each["dp_cp"] for each in groups), groups[-1]["expt_dp"]]
     gradient, width, sent, adam = task.state.gradient, machine.precision, 0.0, 0.0

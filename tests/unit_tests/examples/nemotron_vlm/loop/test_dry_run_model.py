@@ -10,7 +10,7 @@ import torch
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.options.command_line import read
 from examples.mimo.nemotron_vlm.options.run import Run
-from examples.mimo.nemotron_vlm.planner.report import dry_run, plan
+from examples.mimo.nemotron_vlm.planner.report import answer
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
 pytestmark = pytest.mark.skipif(HAVE_CUDA, reason="a dry run's process has no GPU")
@@ -30,14 +30,14 @@ def test_the_stages_of_a_layout_hold_the_published_model_between_them(alone):
     """31.6 B in total and 3.6 B active (Nemotron-3-Nano-30B-A3B's model card). No GPU is needed for
     the 16; ep=8 divides 29.84 B of experts, no shared ones or routers. Encoder and projector have
     0.8115 B, on each stage."""
-    lines = dry_run(read([*PUBLISHED, "--dry-run"])).splitlines()
+    lines = answer(read([*PUBLISHED, "--dry-run"])).splitlines()
     (line,) = [line for line in lines if line.startswith("language model")]
     total, active = (float(text) for text in line.split() if text[0].isdigit())
     assert (round(total, 1), round(active, 1)) == (31.6, 3.6)
     layout = ("--language", "pp=2,ep=8", "--micro-batch-size", "1", "--device", "cuda")
     layout += ("--transformer-impl", "transformer_engine", "--cuda-graph-impl", "local")
     line = read([*PUBLISHED, *layout, "--dry-run", "16"])
-    said, heads, *stages, host, _, step = dry_run(line).splitlines()
+    said, heads, *stages, host, _, step = answer(line).splitlines()
     assert "in fp32" in said and "the largest 31,744)" in said  # 31 tiles of 1024 patches
     assert heads.split()[:4] == "stage parameters gradients optimizer".split()
     assert step.startswith("predicted step of 4 microbatches")
@@ -48,7 +48,7 @@ def test_the_stages_of_a_layout_hold_the_published_model_between_them(alone):
 
 
 def planned(line: str) -> str:
-    return plan(read(["--seq-length", "64", "--global-batch-size", "64", *line.split()]))
+    return answer(read(["--seq-length", "64", "--global-batch-size", "64", *line.split()]))
 
 
 def test_a_plan_prints_a_command_with_all_that_was_planned_with(alone, tmp_path):

@@ -17,7 +17,7 @@ from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset
 from examples.mimo.nemotron_vlm.options.command_line import read
 from examples.mimo.nemotron_vlm.options.own_options import OwnOptions
 from examples.mimo.nemotron_vlm.options.run import Run
-from examples.mimo.nemotron_vlm.planner.report import dry_run
+from examples.mimo.nemotron_vlm.planner.report import answer
 from examples.mimo.pretrain_nemotron_vlm import ROOT
 from megatron.training.arguments import parse_args
 from tests.unit_tests.examples.nemotron_vlm import preloaded  # noqa: F401 (its parser is quick)
@@ -134,7 +134,7 @@ def test_a_recipe_has_a_dry_run_and_keeps_few_checkpoints(recipe, tmp_path, monk
     assert found.args.save == f"{tmp_path}/checkpoints" and found.args.save_retain_interval
     Utils.destroy()
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert "predicted GiB" in dry_run(read([*given, "--dry-run", "2"]))
+    assert "predicted GiB" in answer(read([*given, "--dry-run", "2"]))
     with pytest.raises(UserError, match="multiple of --save-interval 300$"):
         Run.of([*given, "--save-interval", "300"], 2)
     monkeypatch.delenv("OUT")
