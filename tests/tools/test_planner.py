@@ -231,7 +231,7 @@ def test_state_has_the_types_that_the_optimizer_keeps(
     gradients are in bf16; Megatron's loss has an fp32 softmax and gradient."""
     monkeypatch.setattr(derived, "has_loss_kernel", lambda: logit == 4)
     asked = plan_of(Run.of(shlex.split(f"--device cuda --bf16 --plan 2 {options}"), 2))
-    (parts,), (of_host,) = memory.memory_of(asked), memory.host_memory_of(asked)
+    (parts,), (of_host,) = memory.memory_of(asked).values(), memory.host_memory_of(asked)
     numbers, shard = parts["parameters"] / 2, parts["optimizer"] / gpu
     assert parts["gradients"] == gradient * numbers
     assert numbers / 2 <= shard <= numbers

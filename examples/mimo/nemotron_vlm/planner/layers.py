@@ -64,11 +64,8 @@ def language_layer(kind: str, p: LanguagePreset, lay: Layout, batch: Batch) -> L
         largest = 2 * (key + value)
         inputs += value
     elif kind == "E":
-        ffn, sent, shared = (
-            p.moe_ffn_hidden_size,
-            p.moe_router_topk,
-            p.moe_shared_expert_intermediate_size,
-        )
+        ffn, sent = p.moe_ffn_hidden_size, p.moe_router_topk
+        shared = p.moe_shared_expert_intermediate_size
         gemm, other = h * (2 * shared + p.num_experts), {"experts": 4 * h * ffn * sent}
         kept = 2 * shared + 2 * p.num_experts + sent * (10 + lay.etp * h + 3 * ffn)
         largest = sent * max(lay.etp * h, ffn)

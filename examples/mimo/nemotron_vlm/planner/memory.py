@@ -20,9 +20,9 @@ Memory = dict[str, float]
 """Bytes of a rank, by part."""
 
 
-def memory_of(plan: Plan) -> list[Memory]:
-    """Return the bytes of a rank of each pipeline stage, by part."""
-    memory, task, layouts = [], plan.task, plan.layouts
+def memory_of(plan: Plan) -> dict[str, Memory]:
+    """Return the bytes of a rank of each pipeline stage, by the stage's name and by part."""
+    memory, task, layouts = {}, plan.task, plan.layouts
     for stage in stages_of_pipeline(layouts):
         kept = _language_kept(plan, stage.number) if stage.is_language else {}
         encoder = _encoders_kept(plan, stage)
@@ -34,13 +34,13 @@ def memory_of(plan: Plan) -> list[Memory]:
             "optimizer": task.state.optimizer * _shard(plan, stage, trained=True),
         }
         others = {"encoder activations": encoder, "reserved": task.machine.reserved_bytes}
-        memory.append(state | kept | others)
+        memory[stage.name] = state | kept | others
     return memory
 
 
 def peak(plan: Plan) -> float:
     """Return the bytes of the rank that needs most."""
-    return max(sum(parts.values()) for parts in memory_of(plan))
+    return max(sum(parts.values()) for parts in memory_of(plan).values())
 
 
 def host_memory_of(plan: Plan) -> list[Memory]:

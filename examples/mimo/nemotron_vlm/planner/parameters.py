@@ -34,8 +34,8 @@ from megatron.core.transformer.lora import is_adapter
 from megatron.training.global_vars import set_global_variables, unset_global_variables
 
 ENCODER, VIT_LAYER, PROJECTOR = "encoder", "vit layer", "projector"
-FIRST, LAST, EXPERT = "first stage", "last stage", "expert"
-"""Places of parameters in the model, beside the letters of the language model's layers."""
+FIRST, LAST, EXPERT = "embedding", "norm, output", "routed experts"
+"""Kinds of places of parameters, beside the letters of the language model's layers."""
 
 
 class Place(NamedTuple):

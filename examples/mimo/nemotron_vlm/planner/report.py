@@ -17,20 +17,13 @@ from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.nemotron_vlm.planner import parameters as params
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED
 from examples.mimo.nemotron_vlm.planner.memory import host_memory_of, memory_of, peak
-from examples.mimo.nemotron_vlm.planner.plan import (
-    Plan,
-    plan_of,
-    stages_of_pipeline,
-    task_of,
-    words_of,
-)
+from examples.mimo.nemotron_vlm.planner.plan import Plan, plan_of, task_of, words_of
 from examples.mimo.nemotron_vlm.planner.search import search
 from examples.mimo.nemotron_vlm.planner.step_time import seconds, step_time
 from megatron.training.training import num_floating_point_operations
 
 KINDS = {"M": "Mamba-2", "G": "gated delta nets", "*": "attention", "E": "MoE", "-": "MLP"}
-KINDS |= {params.EXPERT: "routed experts", params.FIRST: "embedding", params.LAST: "norm, output"}
-"""Rows of the table of parameters, by their place in the language model."""
+"""Kinds of the language model's layers."""
 RECOMPUTE = {
     "none": [],
     "moe": ["--recompute-granularity selective", "--recompute-modules moe"],
@@ -219,11 +212,12 @@ def _row(plan: Plan, operations: float) -> dict[str, str]:
 def memory_table(plan: Plan) -> str:
     """Return a table of a rank's GiB by pipeline stage and part, and a line about host memory."""
     memory, hosts = memory_of(plan), host_memory_of(plan)
-    names = list(dict.fromkeys(name for parts in memory for name in parts if parts[name]))
+    names = dict.fromkeys(name for parts in memory.values() for name in parts if parts[name])
     rows = [["stage", *names, "sum"]]
-    for stage, part in zip(stages_of_pipeline(plan.layouts), memory, strict=True):
-        cells = [part.get(name, 0.0) for name in names]
-        rows.append([stage.name, *map(gib, (*cells, sum(cells)))])
+    for stage, parts in memory.items():
+        rows.append(
+            [stage, *(gib(parts.get(name, 0.0)) for name in names), gib(sum(parts.values()))]
+        )
     ranks = min(plan.task.world, plan.task.machine.gpus_per_node)
     state, save = (gib(ranks * max(host[kind] for host in hosts)) for kind in ("state", "save"))
     host = f"GiB of host memory for {ranks} ranks of a node: optimizer {state}, a save {save} more"

@@ -56,14 +56,11 @@ def search(task: Task, keep: int = 10) -> tuple[list[Plan], int]:
 def fitting(plan: Plan) -> Plan | None:
     """Return the plan with the least recompute that makes it fit the memory, or None."""
     shares = (None,) if plan.layouts.non_colocated else (None, 1)
-    tried = [
+    tried = (
         replace(plan, recompute=recompute, schedule=replace(plan.schedule, recompute=share))
         for recompute, share in product(RECOMPUTED, shares)
-    ]
-    memory = plan.task.machine.memory_bytes
-    if min(peak(tried[0]), peak(tried[-1])) > memory:
-        return None
-    return next(one for one in tried if peak(one) <= memory)
+    )
+    return next((one for one in tried if peak(one) <= plan.task.machine.memory_bytes), None)
 
 
 def _plans(task: Task) -> Iterator[Plan]:
