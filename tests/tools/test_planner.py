@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from examples.mimo.common.layout import NON_COLOCATED, Batch, Layout, parse_layout
-from examples.mimo.nemotron_vlm.model.presets import find_preset
 from examples.mimo.nemotron_vlm.options import derived
 from examples.mimo.nemotron_vlm.options.command_line import read
 from examples.mimo.nemotron_vlm.options.layout_rules import derive
@@ -23,7 +22,7 @@ from examples.mimo.nemotron_vlm.planner import parameters as params
 from examples.mimo.nemotron_vlm.planner.layers import language_layer
 from examples.mimo.nemotron_vlm.planner.machine import Group, find_machine, groups_of
 from examples.mimo.nemotron_vlm.planner.memory import peak
-from examples.mimo.nemotron_vlm.planner.plan import Inputs, Plan, Task, plan_of, stages_of_pipeline
+from examples.mimo.nemotron_vlm.planner.plan import Plan, Task, plan_of, stages_of_pipeline
 from examples.mimo.nemotron_vlm.planner.search import candidates, search
 from examples.mimo.nemotron_vlm.planner.step_time import seconds, step_time
 from megatron.core import cpu_runtime
@@ -90,23 +89,6 @@ def test_frozen_weights_have_no_gradient_and_graphs_no_launches():
         assert compute(*frozen, **none) == pytest.approx(encoder / 3 + language * 2 / 3)
     graphs = "--cuda-graph-impl", "local"
     assert compute(*graphs, **none) == whole < compute(*graphs) < compute()
-
-
-@pytest.mark.parametrize("rows", [0.5, 1, 3])
-def test_memory_is_that_of_the_largest_images_in_succession(rows):
-    draw, preset = np.random.default_rng(0), find_preset("tiny-omni").with_images_of_any_size()
-    size_of, images = preset.images.grids.size_of, preset.images
-    sizes = [
-        np.array([size_of(*draw.integers(8, 40, 2)) for _ in range(count)], int)
-        for count in draw.integers(0, 4, 30)
-    ]
-    inputs, lay = Inputs(images, sizes), Layout(dp=1, etp=1)
-    kept, whole = [images.kept(row, lay).sum() for row in sizes], max(1, int(rows))
-    wanted = max(sum(kept[i : i + whole]) for i in range(len(kept) - whole + 1))
-    if rows < 1:
-        wanted = max(wanted / 2, max(images.kept(row, lay).max(initial=0) for row in sizes))
-    assert inputs.most_kept(lay, rows, frozenset()) == pytest.approx(wanted)
-    assert inputs.most_kept(lay, rows, frozenset([("images", "encoder")])) < wanted
 
 
 @pytest.mark.parametrize("kind", "*EG-M")

@@ -69,7 +69,6 @@ class Machine:
     precision: int = 2  # bytes of a parameter, 2 or 4
     reserved_bytes: float = 10e9  # what tensors cannot use: context, communication buffers
     gpus_per_node: int = 8  # ranks that the node's links connect
-    has_graphs: bool = False  # whether CUDA graphs launch whole recurrent layers and experts
 
     def gather(self, group: Group, size: float) -> float:
         """Return the seconds of an all-gather or reduce-scatter of ``size`` bytes in all."""

@@ -215,9 +215,7 @@ def task_of(options: Run, world: int, **figures: object) -> Task:
         figures: of the machine, in place of the table's.
     """
     args = options.args
-    asked = {"gpus_per_node": args.plan_gpus_per_node}
-    asked["has_graphs"] = args.cuda_graph_impl == "local"
-    machine = find_machine(args.plan_gpu, **asked | figures)
+    machine = find_machine(args.plan_gpu, **{"gpus_per_node": args.plan_gpus_per_node} | figures)
     inputs = inputs_of(args, options.preset)
     return Task(options, world, machine, inputs, _state_of(args, machine.precision))
 

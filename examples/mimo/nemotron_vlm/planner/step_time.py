@@ -73,8 +73,11 @@ def language_chunks(
     tokens, of_layer = tokens_of(lay, batch), {}
     size = tokens * p.hidden_size * machine.precision
     gather = machine.gather(groups["tp"], size * lay.tp)
-    # Elsewhere the host asks for the experts' counts. Colocated, the first rank is 0.
-    captures_experts = lay.ep <= 2 and lay.etp == 1 and not first and recompute == "none"
+    captured = ""  # kinds of layers that CUDA graphs launch as a whole
+    if task.options.args.cuda_graph_impl == "local":
+        # Elsewhere the host asks for the experts' counts. Colocated, the first rank is 0.
+        is_near = lay.ep <= 2 and lay.etp == 1 and not first and recompute == "none"
+        captured = "MGE" if is_near else "MG"
     for kind in set(p.hybrid_layer_pattern) - {"|"}:
         compute = passes * machine.seconds(language_layer(kind, p, lay, batch).work)
         launches, exchanged = machine.overhead[kind], 0.0
@@ -83,7 +86,7 @@ def language_chunks(
             sent = size * p.moe_router_topk
             exchanged = 2 * machine.all_to_all(groups["ep"], sent)
             exchanged += 2 * machine.gather(groups["expt_tp"], sent * lay.etp)
-        if not (machine.has_graphs and (kind in "MG" or kind == "E" and captures_experts)):
+        if kind not in captured:
             compute = math.hypot(compute, launches)
         both_ways = GATHERS * gather + 2 * exchanged
         again = (compute / passes + both_ways / 2) * (kind in RECOMPUTED[recompute])

@@ -219,6 +219,14 @@ def test_it_is_what_the_planner_counts(omni_shards):
         sizes = opened.sizes("train", 0, COUNTED, each.name)
         rows = sum(each.rows(row).sum() for row in sizes)
         assert inputs.mean(each.rows(inputs.sizes)) == rows / COUNTED
-        kept = [each.kept(row, layout).sum() for row in sizes]
-        assert inputs.most_kept(layout, 1, frozenset()) == pytest.approx(max(kept))
+        of_inputs = [each.kept(row, layout) for row in sizes]
+        kept, largest = (
+            [row.sum() for row in of_inputs],
+            max(row.max(initial=0) for row in of_inputs),
+        )
+        three = np.convolve(kept, np.ones(3), "valid").max()  # of rows in succession
+        most = {0.5: max(max(kept) / 2, largest), 1: max(kept), 2.5: three * 2.5 / 3, 3: three}
+        for rows, wanted in most.items():
+            assert inputs.most_kept(layout, rows, frozenset()) == pytest.approx(wanted)
+            assert inputs.most_kept(layout, rows, frozenset([(each.name, "encoder")])) < wanted
         assert max(kept) > 1.2 * np.mean(kept)  # rows differ
