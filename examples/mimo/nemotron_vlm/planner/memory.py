@@ -16,11 +16,8 @@ from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED, language_layer
 from examples.mimo.nemotron_vlm.planner.parameters import chunks_of, held
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Stage, stages_of_pipeline
 
-Memory = dict[str, float]
-"""Bytes of a rank, by part."""
 
-
-def memory_of(plan: Plan) -> dict[str, Memory]:
+def memory_of(plan: Plan) -> dict[str, dict[str, float]]:
     """Return the bytes of a rank of each pipeline stage, by the stage's name and by part."""
     memory, task, layouts = {}, plan.task, plan.layouts
     for stage in stages_of_pipeline(layouts):
@@ -43,7 +40,7 @@ def peak(plan: Plan) -> float:
     return max(sum(parts.values()) for parts in memory_of(plan).values())
 
 
-def host_memory_of(plan: Plan) -> list[Memory]:
+def host_memory_of(plan: Plan) -> list[dict[str, float]]:
     """Return the bytes in host memory for a rank of each stage: the optimizer's state, which is
     there between steps, and what a save copies from the GPU and from that state.
 
@@ -79,7 +76,7 @@ def _encoders_kept(plan: Plan, stage: Stage) -> float:
     )
 
 
-def _language_kept(plan: Plan, stage: int) -> Memory:
+def _language_kept(plan: Plan, stage: int) -> dict[str, float]:
     p, lay, batch = plan.task.preset.language, plan.layouts.language, plan.layouts.batch
     width, again = plan.task.machine.precision, RECOMPUTED[plan.recompute]
     chunks, kept, running = chunks_of(p.hybrid_layer_pattern, lay)[stage :: lay.pp], {}, [0.0]
