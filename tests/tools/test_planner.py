@@ -16,6 +16,7 @@ from examples.mimo.common.layout import NON_COLOCATED, Batch, Layout, parse_layo
 from examples.mimo.nemotron_vlm.options import derived
 from examples.mimo.nemotron_vlm.options.command_line import read
 from examples.mimo.nemotron_vlm.options.layout_rules import derive
+from examples.mimo.nemotron_vlm.options.on_meta import stages_on_meta
 from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.nemotron_vlm.planner import memory, plan, report
 from examples.mimo.nemotron_vlm.planner import parameters as params
@@ -121,7 +122,7 @@ def test_parameters_are_those_of_the_rank_s_own_model(line, world, rank, stage, 
     monkeypatch.setenv("WORLD_SIZE", str(world))
     words = f"--global-batch-size {2 * world} --micro-batch-size 1 --freeze encoder,language"
     task, wanted = plan_of(Run.of([*line.split(), *words.split()], world)).task, Counter()
-    with params.stages_on_meta(task.options, rank) as stages:
+    with stages_on_meta(task.options, rank) as stages:
         # Layers that name the current device take no memory either.
         assert {p.device.type for stage in stages for p in stage.parameters()} == {"meta"}
         for place, number in params.by_place(stages).items():

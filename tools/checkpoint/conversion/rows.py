@@ -22,8 +22,8 @@ from conversion.torch_dist import saved_key
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.model.encoders.hugging_face import Part
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
+from examples.mimo.nemotron_vlm.options.on_meta import stages_on_meta
 from examples.mimo.nemotron_vlm.options.run import Run
-from examples.mimo.nemotron_vlm.planner.parameters import stages_on_meta
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 

@@ -8,30 +8,22 @@ parallelism divides them, so what a rank of any layout holds follows from them.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
 from examples.mimo.common.layout import Layout, Layouts
 from examples.mimo.common.layout_rules import staged_pattern
 from examples.mimo.nemotron_vlm.model.adapters import Adapters
-from examples.mimo.nemotron_vlm.model.model import build_vlm, placed
 from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE, ModelPart, part_of
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
+from examples.mimo.nemotron_vlm.options.on_meta import stages_on_meta
 from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.nemotron_vlm.planner.plan import Stage, Task
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.schedule.replaced import replaced
-from megatron.core.models.mimo.setup.module_groups import make_modules, prepare_process
-from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.transformer.lora import is_adapter
-from megatron.training.global_vars import set_global_variables, unset_global_variables
 
 ENCODER, VIT_LAYER, PROJECTOR = "encoder", "vit layer", "projector"
 FIRST, LAST, EXPERT = "embedding", "norm, output", "routed experts"
@@ -119,25 +111,3 @@ def by_place(stages: list[MimoModel]) -> Counter[Place]:
             is_divided = bool(getattr(parameter, "tensor_model_parallel", False))
             counts[Place(part, kind, is_adapter(name), is_divided)] += parameter.numel()
     return counts
-
-
-@contextmanager
-def stages_on_meta(options: Run, rank: int) -> Iterator[list[MimoModel]]:
-    """Build a rank's virtual stages on the meta device, with process groups that send nothing."""
-    args, configs = options.args, options.configs
-    with ExitStack() as undone:
-        # Nothing runs, so no graph is needed; Megatron's own layers have the same parameters.
-        counted = {"cuda_graph_impl": "none", "transformer_impl": "local"}
-        of_encoders = [config for each in configs.encoders for config in each.values()]
-        for part in (args, *of_encoders, configs.language):
-            undone.enter_context(replaced(part, **counted))
-        set_global_variables(args, build_tokenizer=False)
-        undone.callback(unset_global_variables)
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
-        undone.callback(dist.destroy_process_group)
-        modules = make_modules(placed(options.preset, options.layouts), "fake")
-        prepare_process(modules, args)
-        with torch.device("meta"):  # under the CPU runtime the current CUDA device, too
-            stages = build_vlm(args, options.preset, configs, modules, adapters=options.adapters)
-        undone.callback(destroy, stages, modules)
-        yield stages

@@ -13,6 +13,7 @@ from examples.mimo.common.layout import COLOCATED, PLACEMENTS, PLANNED, table
 from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE
 from examples.mimo.nemotron_vlm.options.command_line import CommandLine, read
 from examples.mimo.nemotron_vlm.options.derived import fastest_macro_batch
+from examples.mimo.nemotron_vlm.options.on_meta import stages_on_meta
 from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.nemotron_vlm.planner import parameters as params
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED
@@ -91,7 +92,7 @@ def _fastest(line: CommandLine, ranks: int, **figures: int) -> tuple[list[Plan],
 def _parameters(options: Run) -> str:
     """Return a table of parameters by part, in total and active per token (top-k experts)."""
     sizes, counts = options.preset.language, defaultdict(Counter)
-    with params.stages_on_meta(options, 0) as stages:
+    with stages_on_meta(options, 0) as stages:
         if options.adapters:
             options.adapters.check({word for stage in stages for word in stage.words})
         for place, number in params.by_place(stages).items():
