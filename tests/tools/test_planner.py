@@ -138,11 +138,10 @@ def test_activations_are_of_the_microbatches_in_flight_in_megatrons_order(pp, vp
     kept, lay = [1.5, 1.0, 0.7][:vpp], Layout(dp=1, etp=1, pp=pp, vpp=vpp)
     chunks = [chunk for _, chunk in get_schedule_table(number, vpp, pp)]
     forwards, backwards = [kept[c] for c in chunks], [-kept[vpp - 1 - c] for c in chunks]
+    virtual = vpp if vpp > 1 else None
     for stage in range(pp):
         group = Namespace(size=lambda: pp, rank=lambda stage=stage: stage)
-        rank = Namespace(
-            pp_group=group, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None
-        )
+        rank = Namespace(pp_group=group, virtual_pipeline_model_parallel_size=virtual)
         warmup = get_pp_rank_microbatches(number, vpp, pp, p2p_communicator=rank)[2]
         steady = [step for pair in zip(forwards[warmup:], backwards, strict=False) for step in pair]
         most = np.cumsum(forwards[:warmup] + steady).max()

@@ -37,11 +37,7 @@ def tokens_of(lay: Layout, batch: Batch) -> float:
 
 @cache
 def language_layer(kind: str, p: LanguagePreset, lay: Layout, batch: Batch) -> Layer:
-    """Return a layer of the language model by its letter in the pattern, without recompute.
-
-    Args:
-        p: sizes of the model. lay: its layout.
-    """
+    """Return a layer of the language model by its letter in the pattern, without recompute."""
     h = inputs = p.hidden_size
     if kind == "*":
         q, kv = p.num_attention_heads * p.kv_channels, 2 * p.num_query_groups * p.kv_channels

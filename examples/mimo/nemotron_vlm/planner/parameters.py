@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that ranks hold, counted on the program's own model on the meta device.
 
-There parameters have a shape and take no memory. A model of one layer of each kind is built once
-for each set of sizes, in less than a tenth of a second; its parameters say whether tensor
-parallelism divides them, so what a rank of any layout holds follows from them.
+A model of one layer of each kind is built once for each set of sizes, in less than a tenth of a
+second; its parameters say whether tensor parallelism divides them, so what a rank of any layout
+holds follows from them.
 """
 
 from collections import Counter

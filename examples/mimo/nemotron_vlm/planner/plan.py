@@ -20,13 +20,7 @@ import torch
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import PLACEMENTS, Layout, Layouts
-from examples.mimo.nemotron_vlm.data import (
-    DIGITS,
-    SOURCES,
-    digits_of_strip,
-    make_source,
-    path_of,
-)
+from examples.mimo.nemotron_vlm.data import DIGITS, SOURCES, digits_of_strip, make_source, path_of
 from examples.mimo.nemotron_vlm.data.rows import SIZE, Packing, Rows
 from examples.mimo.nemotron_vlm.model.encoders import Encoder
 from examples.mimo.nemotron_vlm.model.names import IMAGES

@@ -77,11 +77,9 @@ def _fastest(line: CommandLine, ranks: int, **figures: int) -> tuple[list[Plan],
     own = line.args
     if own.language not in ("", PLANNED) or own.encoder:
         raise UserError("the planner finds the layouts: leave out --language and --encoder")
-    given = {word.split("=")[0]: None for word in line.words if word.startswith("--recompute-")}
+    given = ", ".join(sorted(name for name in line.given if name.startswith("--recompute-")))
     if given and own.language == PLANNED:
-        raise UserError(
-            f"--language planned chooses what is recomputed: leave out {', '.join(given)}"
-        )
+        raise UserError(f"--language planned chooses what is recomputed: leave out {given}")
     # The plans decide these; read as one rank, the command line must not ask for more.
     alone = ["--placement", COLOCATED, "--micro-batch-size", "1", "--language="]
     task = task_of(Run.of([*line.words, *alone], 1), ranks, **figures)
@@ -195,13 +193,12 @@ def _row(plan: Plan, operations: float) -> dict[str, str]:
     again += [f"encoder/{plan.schedule.recompute}"] * bool(plan.schedule.recompute)
     macro_batch = f"×{plan.schedule.macro_batch}" * (plan.schedule.macro_batch > 1)
     rows_a_gpu = batch.global_size / step / plan.task.world
-    shares = ("bubble", "communication", "gradients")
     return {
         "s/step": f"{step:.3f}",
         "tokens/s/GPU": f"{rows_a_gpu * batch.seq_length:,.0f}",
         "TFLOP/s": f"{rows_a_gpu * operations / 1e12:.0f}",
         "GiB": gib(peak(plan)),
-        **{name: f"{parts[name] / step:.1%}" for name in shares},
+        **{name: f"{parts[name] / step:.1%}" for name in ("bubble", "communication", "gradients")},
         "encoder": " ".join(plan.layouts.named_encoders(plan.task.preset.names)),
         "language": str(plan.layouts.language),
         "micro": f"{batch.micro_size}{macro_batch}",
@@ -216,9 +213,8 @@ def memory_table(plan: Plan) -> str:
     names = dict.fromkeys(name for parts in memory.values() for name in parts if parts[name])
     rows = [["stage", *names, "sum"]]
     for stage, parts in memory.items():
-        rows.append(
-            [stage, *(gib(parts.get(name, 0.0)) for name in names), gib(sum(parts.values()))]
-        )
+        sizes = [parts.get(name, 0.0) for name in names]
+        rows.append([stage, *map(gib, (*sizes, sum(sizes)))])
     ranks = min(plan.task.world, plan.task.machine.gpus_per_node)
     state, save = (gib(ranks * max(host[kind] for host in hosts)) for kind in ("state", "save"))
     host = f"GiB of host memory for {ranks} ranks of a node: optimizer {state}, a save {save} more"
