@@ -160,7 +160,7 @@ def _cell(axes: Axes, x: float, y: float, colour: tuple[float, ...], text: str) 
     axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=7)
 
 
-def _arrow(axes, start: float, end: float, y: float, text: str, below: bool) -> None:
+def _arrow(axes: Axes, start: float, end: float, y: float, text: str, below: bool) -> None:
     axes.annotate("", (end, y), (start, y), arrowprops={"arrowstyle": "-|>", "color": "#444444"})
     place = {"y": y - 0.12, "va": "top"} if below else {"y": y + 0.12, "va": "bottom"}
     axes.text((start + end) / 2, s=text, ha="center", fontsize=7.5, **place)

@@ -20,7 +20,7 @@ LENGTHS = {
     "many": (32,) * 400,
 }
 TOLERANCE = 0.01
-"""Of a tensor's norm: bf16 inputs and probabilities round by 0.004."""
+"""An error may be this share of a tensor's norm; bf16 inputs and probabilities round by 0.004."""
 
 
 @requires_world_size(1)
@@ -70,7 +70,7 @@ def _in_fp32(query, key, value, grad) -> list[torch.Tensor]:
 
 @requires_world_size(1)
 def test_gradients_of_many_sequences_have_the_same_bits_each_time():
-    """But those of queries, whose sum has no order."""
+    """Gradients of keys and values; the kernel adds up the gradient of queries in any order."""
     count, length = 400, 32
     generator = torch.Generator("cuda").manual_seed(1)
     drawn = torch.randn(count * length, 2, 4 * CHANNELS, generator=generator, device="cuda")
@@ -88,7 +88,8 @@ def test_a_kernel_that_is_wrong_is_refused(monkeypatch):
     """By flash-attn-4's own backward, gradients of queries are wrong for heads of 80 on Hopper."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("it is right on other GPUs")
-    interface = pytest.importorskip("flash_attn.cute.interface")
+    from flash_attn.cute import interface
+
     flash.check_kernel(2, CHANNELS, torch.bfloat16)
     monkeypatch.setattr(flash, "_backward", lambda: interface._flash_attn_bwd)
     with pytest.raises(ValueError, match="the error of dq is"):

@@ -104,11 +104,11 @@ class StepPlan:
             squares = np.array([(of_row.astype(float) ** 2).sum() for of_row in tokens])
             packed = float(sum(map(np.sum, tokens)) / len(tokens)), float(squares.mean())
         placed = np.arange(len(samples)).reshape(count, dp, -1)
+        size = 1 if apart else self.schedule.at_once(self.layouts.language.pp, count)
         if self.balance:
             placed = assign_rows(squares, work, count, dp)
-        size = 1 if apart else self.schedule.at_once(self.layouts.language.pp, count)
-        if self.balance and not apart and size < count:
-            placed = in_turns(placed, work)
+            if not apart and size < count:
+                placed = in_turns(placed, work)
         for number in range(0, count, size):
             cells = placed[number : number + size]
             shares = {

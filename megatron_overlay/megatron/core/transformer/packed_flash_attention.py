@@ -41,7 +41,7 @@ def is_installed() -> bool:
 
 
 def takes_width(channels: int) -> bool:
-    """Return whether its kernels can be compiled for heads of so many channels."""
+    """Return whether flash-attn-4's kernels can be compiled for heads with this many channels."""
     return channels % 8 == 0 and (channels <= 96 or 112 < channels <= 128)
 
 
