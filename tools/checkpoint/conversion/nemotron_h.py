@@ -15,8 +15,6 @@ from examples.mimo.nemotron_vlm.model.encoders.hugging_face import (
 )
 from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
 
-SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
-
 EXPECTED = {
     "conv_kernel": 4,
     "layer_norm_epsilon": 1e-5,  # of the norm in our Mamba-2 layers, whatever --norm-epsilon says
@@ -68,16 +66,12 @@ LAYERS = {
         "mlp.router.expert_bias": "mixer.gate.e_score_correction_bias",
         "mlp.shared_experts.linear_fc1.weight": "mixer.shared_experts.up_proj.weight",
         "mlp.shared_experts.linear_fc2.weight": "mixer.shared_experts.down_proj.weight",
+        "mlp.experts.experts.linear_fc1.weight[{}]": "mixer.experts.{}.up_proj.weight",
+        "mlp.experts.experts.linear_fc2.weight[{}]": "mixer.experts.{}.down_proj.weight",
     },
 }
-"""Tensors that differ in name only, by the layer's symbol; both names are below ``layers.N``."""
-
-EXPERTS = {
-    "mlp.experts.experts.linear_fc1.weight": "up_proj.weight",
-    "mlp.experts.experts.linear_fc2.weight": "down_proj.weight",
-}
-"""Names of experts' weights: ours is one for all experts, theirs are below ``mixer.experts.E``."""
-
+"""Tensors that differ in name only, by the layer's symbol; both names are below ``layers.N``, and
+``{}`` is the number of an expert."""
 
 SIZES = {
     "hidden_size": "hidden_size",
@@ -110,7 +104,7 @@ class LanguagePart(Part):
         # With one expert per token, ours does not normalize its score.
         check_values("the router", config, {"norm_topk_prob": config.num_experts_per_tok > 1})
         sizes = super().sizes(base, config, files)
-        pattern = "".join(SYMBOLS[kind] for kind in config.layers_block_type)
+        pattern = config.hybrid_override_pattern
         ffn = sizes.ffn_hidden_size if "-" in pattern else None
         return replace(sizes, hybrid_layer_pattern=pattern, ffn_hidden_size=ffn)
 
@@ -131,7 +125,9 @@ class LanguagePart(Part):
         for number, symbol in enumerate(sizes.hybrid_layer_pattern):
             ours, theirs = f"decoder.layers.{number}.", f"backbone.layers.{number}."
             for name, other in LAYERS[symbol].items():
-                table[ours + name] = (TensorRows(theirs + other),)
+                for expert in range(sizes.num_experts if "{}" in name else 1):
+                    source = TensorRows(theirs + other.format(expert))
+                    table[ours + name.format(expert)] = (source,)
             if symbol == "M":
                 table |= _mamba(sizes, ours + "mixer.", theirs + "mixer.")
             elif symbol == "*":
@@ -139,11 +135,6 @@ class LanguagePart(Part):
                 names = tuple(f"{theirs}mixer.{each}_proj.weight" for each in "qkv")
                 qkv = interleaved([TensorRows(name) for name in names], *heads)
                 table[ours + "self_attention.linear_qkv.weight"] = qkv
-            elif symbol == "E":
-                for name, other in EXPERTS.items():
-                    for expert in range(sizes.num_experts):
-                        source = f"{theirs}mixer.experts.{expert}.{other}"
-                        table[f"{ours}{name}[{expert}]"] = (TensorRows(source),)
         return table
 
 
@@ -151,16 +142,13 @@ def _mamba(sizes: LanguagePreset, ours: str, theirs: str) -> Table:
     """Return the table of a mixer; ours saves z, x, B, C and dt apart, as TP splits each."""
     inner = sizes.mamba_num_heads * sizes.mamba_head_dim
     state = sizes.mamba_num_groups * sizes.mamba_state_dim
-    projected = {"z": inner, "x": inner, "B": state, "C": state, "dt": sizes.mamba_num_heads}
-    convolved = {"x": inner, "B": state, "C": state}
+    counts = {"z": inner, "x": inner, "B": state, "C": state, "dt": sizes.mamba_num_heads}
+    convolved = ("x", "B", "C")
+    names = {"in_proj.weight": counts, "conv1d.weight": convolved, "conv1d.bias": convolved}
     table = {}
-    for name, counts in (
-        ("in_proj.weight", projected),
-        ("conv1d.weight", convolved),
-        ("conv1d.bias", convolved),
-    ):
+    for name, parts in names.items():
         start = 0
-        for part, count in counts.items():
-            table[f"{ours}{name}.{part}"] = (TensorRows(theirs + name, start, count),)
-            start += count
+        for part in parts:
+            table[f"{ours}{name}.{part}"] = (TensorRows(theirs + name, start, counts[part]),)
+            start += counts[part]
     return table
