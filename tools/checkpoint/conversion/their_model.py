@@ -7,12 +7,11 @@ import json
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from einops import rearrange
@@ -111,17 +110,21 @@ def their_model(directory: Path, as_ours: bool = False):
     return model.eval().to("cuda" if on_gpu else "cpu")
 
 
-def embedded(model, ids: torch.Tensor, rows: dict[int, list[torch.Tensor]]) -> torch.Tensor:
-    """Return embeddings of tokens [1, n, hidden].
+def embedded(
+    model, images: Radio, ids: torch.Tensor, inputs: Mapping[int, Iterable[torch.Tensor]]
+) -> torch.Tensor:
+    """Return embeddings of tokens [n, hidden], with the rows of inputs in their places.
 
     Args:
-        ids: [1, n].
-        rows: encoders' rows, in the places of these tokens.
+        images: the program's encoder of images.
+        ids: [n].
+        inputs: as `their_rows` takes them, by the token that their rows replace.
     """
+    ids = ids.to(model.device)
     found = model.get_input_embeddings()(ids)
-    for token, parts in rows.items():
-        if parts:
-            found[ids == token] = torch.cat(parts).to(found.dtype)
+    for token, made in inputs.items():
+        if rows := [their_rows(model, images, each) for each in made]:
+            found[ids == token] = torch.cat(rows).to(found.dtype)
     return found
 
 
@@ -137,17 +140,16 @@ def their_rows(model, images: Radio, made: torch.Tensor) -> torch.Tensor:
         heard = transformers.ParakeetFeatureExtractor(bins)([made.numpy()], sampling_rate=16000)
         given = heard["input_features"], heard["attention_mask"]
         return model.get_audio_features(*given).pooler_output
-    mean, std = (torch.tensor(v)[:, None, None] for v in (images.pixel_mean, images.pixel_std))
+    mean, std = (torch.tensor(each)[:, None] for each in (images.pixel_mean, images.pixel_std))
+    pixels = made.unflatten(-1, (-1, len(mean), images.patch**2))
+    patches = ((pixels / 255 - mean) / std).flatten(-3).to(model.device)
     if made.ndim == 4:
-        cut = "n h w (t c y x) -> n t c (h y) (w x)"
+        cut = "n h w (t c y x) -> n (t c) (h y) (w x)"
         sides = {"t": images.tubelet, "y": images.patch, "x": images.patch}
-        pixels = (rearrange(made, cut, **sides) / 255 - mean) / std
-        pixels = pixels.flatten(1, 2)[None].to(model.device)
-        return torch.cat(list(model.get_video_features(pixels).pooler_output))
-    mean, std = (each.flatten().repeat_interleave(images.patch**2) for each in (mean, std))
-    patches, grid = (made.flatten(0, 1) / 255 - mean) / std, torch.tensor([made.shape[:2]])
-    given = patches.to(model.device), grid.to(model.device)
-    return model.get_image_features(*given).pooler_output[0]
+        clip = rearrange(patches, cut, **sides)[None]
+        return torch.cat(list(model.get_video_features(clip).pooler_output))
+    grid = torch.tensor([made.shape[:2]], device=model.device)
+    return model.get_image_features(patches.flatten(0, 1), grid).pooler_output[0]
 
 
 def question_of(text: str, files: list[Medium]) -> Record:
@@ -192,66 +194,64 @@ class Conversation:
     def ask(self, question: str, files: list[Medium], **how: Any) -> str:
         """Return the answer to a question with media, after those asked before; see `answers`."""
         asked = question_of(question, files)
-        self._media += self._encoder.read(asked.media)
+        self._media += asked.media
         self._turns += asked.turns
-        (answer,) = self._answers([Record(self._turns, self._media, self._arguments)], **how)
+        (answer,) = self.answers([Record(self._turns, self._media)], 1, **how)
         # The template reads thoughts between both of their tags; the first may be in the prompt.
         opened = "<think>" * ("</think>" in answer and "<think>" not in answer)
         self._turns.append(conversation.Turn("assistant", opened + answer))
         return answer
 
-    def answers(self, asked: Iterable[Record], at_a_time: int, **how: Any) -> Iterator[str]:
+    @torch.no_grad()
+    def answers(
+        self,
+        asked: Iterable[Record],
+        at_a_time: int,
+        seed: int = 0,
+        stream: bool = False,
+        **how: Any,
+    ) -> Iterator[str]:
         """Yield the answers to other conversations, whose media are the content of their files.
 
         Args:
             at_a_time: conversations of a batch, padded on the left.
-            how: ``seed`` for a batch's draws, ``stream`` to print the answer as it comes; others
-                are of transformers' ``generate``.
+            seed: of a batch's draws.
+            stream: print the answer as it comes.
+            how: arguments of transformers' ``generate``.
         """
-        rest = iter(asked)
+        chat, rest = self._encoder.chat, iter(asked)
         while batch := list(islice(rest, at_a_time)):
-            media = [self._encoder.read(each.media) for each in batch]
-            arguments = [{**self._arguments, **each.arguments} for each in batch]
-            turns = [each.turns for each in batch]
-            yield from self._answers(list(map(Record, turns, media, arguments)), **how)
+            rows = list(map(self._embedded, batch))
+            mask = [torch.ones(len(row), dtype=torch.int64, device=row.device) for row in rows]
+            words = Namespace(decode=chat.words)
+            torch.manual_seed(seed)
+            made = self._model.generate(
+                inputs_embeds=pad_sequence(rows, batch_first=True, padding_side="left"),
+                attention_mask=pad_sequence(mask, batch_first=True, padding_side="left"),
+                eos_token_id=chat.end,
+                pad_token_id=chat.pad_token,
+                streamer=transformers.TextStreamer(words, skip_prompt=True) if stream else None,
+                **{"do_sample": False, **how},
+            )
+            # The shorter answers of a batch end with padding, after their last token.
+            ends = ((made == chat.end).cumsum(1) == 0).sum(1).tolist()
+            for tokens, end in zip(made.tolist(), ends, strict=True):
+                yield chat.words(tokens[: end + 1]).strip()
 
-    @torch.no_grad()
-    def _answers(
-        self, asked: list[Record], seed: int = 0, stream: bool = False, **how: Any
-    ) -> list[str]:
-        chat = self._encoder.chat
-        questions = [self._encoder.question(e, [m.extent for m in e.media]) for e in asked]
-        if any(chat.unknown in ids for ids in questions):
+    def _embedded(self, asked: Record) -> torch.Tensor:
+        """Return embeddings of a question with its media [n, hidden]."""
+        media = self._encoder.read(asked.media)
+        asked = Record(asked.turns, media, {**self._arguments, **asked.arguments})
+        ids = self._encoder.question(asked, [each.extent for each in media])
+        if self._encoder.chat.unknown in ids:
             raise BadConversation("the tokenizer does not know all of its words")
-        rows = [self._embedded(*pair) for pair in zip(questions, asked, strict=True)]
-        mask = [torch.ones(len(row), dtype=torch.int64, device=row.device) for row in rows]
-        words = Namespace(decode=chat.words)
-        torch.manual_seed(seed)
-        made = self._model.generate(
-            inputs_embeds=pad_sequence(rows, batch_first=True, padding_side="left"),
-            attention_mask=pad_sequence(mask, batch_first=True, padding_side="left"),
-            eos_token_id=chat.end,
-            pad_token_id=chat.pad_token,
-            streamer=transformers.TextStreamer(words, skip_prompt=True) if stream else None,
-            **{"do_sample": False, **how},
-        )
-        # The shorter answers of a batch end with padding, after their last token.
-        ends = ((made == chat.end).cumsum(1) == 0).sum(1).tolist()
-        return [
-            chat.words(tokens[: end + 1]).strip()
-            for tokens, end in zip(made.tolist(), ends, strict=True)
-        ]
-
-    def _embedded(self, ids: np.ndarray, asked: Record) -> torch.Tensor:
-        """Return embeddings of tokens [n, hidden], with the rows of media in their places."""
         images, tokens = self._preset.images, self._encoder.chat.ids
-        rows = {token: [] for token in tokens.values()}
-        for medium in asked.media:
+        inputs = {token: [] for token in tokens.values()}
+        for medium in media:
             encoder = SOUND if medium.kind in conversation.KINDS_OF[SOUND] else IMAGES
             made = self._encoder.inputs([medium], encoder)
             if isinstance(made, torch.Tensor):  # tiles, each of which is an image
                 cut = "n c (h y) (w x) -> n h w (c y x)"
                 made = rearrange(made, cut, y=images.patch, x=images.patch)
-            rows[tokens[encoder]] += [their_rows(self._model, images, each) for each in made]
-        given = torch.from_numpy(ids)[None].to(self._model.device)
-        return embedded(self._model, given, rows)[0]
+            inputs[tokens[encoder]] += made
+        return embedded(self._model, images, torch.from_numpy(ids), inputs)

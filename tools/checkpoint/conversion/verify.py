@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from conversion.directions import preset_of_checkpoint
 from conversion.merged import loading
-from conversion.their_model import embedded, their_model, their_rows
+from conversion.their_model import embedded, their_model
 from conversion.torch_dist import Checkpoint
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
@@ -136,11 +136,9 @@ def their_logits(model, images: Radio, source: Given) -> list[torch.Tensor]:
     """Return the logits [tokens, vocabulary] of a model of transformers, of each sample."""
     logits = []
     for ids, inputs in source.samples:
-        rows = {
-            source.token_ids[encoder]: [their_rows(model, images, each) for each in made]
-            for encoder, (_, made) in inputs.items()
-        }
-        logits.append(model(inputs_embeds=embedded(model, ids[None], rows)).logits[0])
+        made = {source.token_ids[encoder]: each for encoder, (_, each) in inputs.items()}
+        embeddings = embedded(model, images, ids, made)
+        logits.append(model(inputs_embeds=embeddings[None]).logits[0])
     return logits
 
 
