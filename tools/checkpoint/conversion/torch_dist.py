@@ -54,18 +54,10 @@ def saved_key(key: str) -> str:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Makes each object when it is to be written.
-
-    Args:
-        objects: functions that make them.
-    """
-
-    def __init__(self, objects: Mapping[MetadataIndex, Callable[[], object]]) -> None:
-        super().__init__()
-        self._objects = objects
+    """Makes each object when it is to be written, by functions in the place of a state."""
 
     def lookup_object(self, index: MetadataIndex) -> object:
-        return self._objects[index]()
+        return self.state_dict[index]()
 
 
 class _Writer(FileSystemWriter):
@@ -112,7 +104,9 @@ def write_checkpoint(
     writer.set_up_storage_writer(True)
     plans, metadata = create_default_global_save_plan(plans)
     plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
-    results = [writer.write_data(plan, _SavePlanner(objects)).wait() for plan in plans]
+    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(objects)
+    results = [writer.write_data(plan, planner).wait() for plan in plans]
     writer.finish(metadata, results)
     save_config(CheckpointingConfig("torch_dist", 1), str(release))
     save_integrity_manifest(str(release))
