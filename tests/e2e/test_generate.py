@@ -22,14 +22,7 @@ from examples.mimo.nemotron_vlm.energon.chat_template import DEFAULT_TEMPLATE
 from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn
 from examples.mimo.nemotron_vlm.loop import forward_step, page
 from examples.mimo.nemotron_vlm.loop.asking import ask_command
-from tests.unit_tests.checkpoint.conversions import (
-    BATCH,
-    Given,
-    assert_verified,
-    convert,
-    loading,
-    our_logits,
-)
+from tests.unit_tests.checkpoint.conversions import BATCH, assert_verified, convert, loading
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
 from tests.unit_tests.examples.nemotron_vlm.energon import digits_data as shards
 from tests.unit_tests.examples.nemotron_vlm.runs import DEVICE, OWN_DEFAULTS, trainer
@@ -42,6 +35,7 @@ import generate  # noqa: E402
 
 from conversion.directions import preset_of_checkpoint  # noqa: E402
 from conversion.trained import _tokenizer  # noqa: E402
+from conversion.verify import Given, our_logits  # noqa: E402
 
 LENGTH, ANSWER, SEED, SAMPLES = 64, 6, 1234, 4
 """Tokens of a sample, and of an answer at most; the program's default seed; number of samples."""

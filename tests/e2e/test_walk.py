@@ -97,7 +97,7 @@ def changed(directory: Path, other: Path) -> set[str]:
 def test_published_weights_are_aligned_trained_and_exported(tmp_path):
     """The first stage leaves frozen parts as they were, bit for bit; the second moves all parts."""
     data = tmp_path / "data"
-    save(whole_vlm(sound=True), data / "published")
+    save(whole_vlm(), data / "published")
     for name, seed in (("captions", 1), ("talks", 2)):
         make_omni(data / name, 48, seed)
     for file in (data / "talks/tokenizer").iterdir():

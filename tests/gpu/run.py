@@ -63,7 +63,7 @@ compiles Triton's kernels anew (`test_recurrence.py` has fewer), and the rows of
 LEFT_OUT = {UNITS: (*REPLACED, LOOP), LOOP: REPLACED}
 """Folders and files that the stage of a folder leaves out."""
 
-UNITS_OF_ONE = ("checkpoint/test_convert.py", "checkpoint/test_omni.py", "ssm")
+UNITS_OF_ONE = ("checkpoint/test_omni.py", "ssm")
 UNITS_OF_ONE += ("models/mimo/schedule/test_mimo_gradients.py",)
 UNITS_OF_ONE += ("tensor_parallel/test_weight_gradient.py",)
 UNITS_OF_ONE += tuple(

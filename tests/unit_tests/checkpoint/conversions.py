@@ -15,10 +15,6 @@ import torch
 from safetensors.torch import load_file
 
 import convert as program
-from conversion import tensor_files, torch_dist  # noqa: F401
-from conversion.published import Published, config_of  # noqa: F401
-from conversion.tensor_files import INDEX, write_files  # noqa: F401
-from conversion.verify import LEAST, Given, of_each_kind, our_logits, their_logits  # noqa: F401
 from examples.mimo.pretrain_nemotron_vlm import ALONE
 from tests.unit_tests.checkpoint.hugging_face import save
 from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE
@@ -75,8 +71,9 @@ def convert_once(path: Path, model: Callable[[], torch.nn.Module], name: str) ->
     return path / "ours"
 
 
-def assert_back_again(checkpoint: Path, theirs: Path) -> str:
-    """Assert that converting back gives theirs, bit for bit; return what the converter prints."""
+def assert_back_again(checkpoint: Path, theirs: Path, kinds: str) -> str:
+    """Assert that converting back gives theirs, bit for bit, with the same logits for these kinds
+    of input; return what the converter prints."""
     back = theirs.with_name(f"{theirs.name}-back")
     said = convert("megatron-to-hf", checkpoint, "--like", theirs, "--out", back)
     ours, wanted = tensors_of(back), tensors_of(theirs)
@@ -84,6 +81,7 @@ def assert_back_again(checkpoint: Path, theirs: Path) -> str:
     for name, tensor in wanted.items():
         assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
     assert (back / "config.json").read_bytes() == (theirs / "config.json").read_bytes()
+    assert_verified(checkpoint, back, kinds)
     return said
 
 

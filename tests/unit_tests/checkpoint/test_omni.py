@@ -1,40 +1,38 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Nemotron 3 Nano Omni of transformers in the program: images of any size, video, sound, text."""
+"""Nemotron 3 Nano Omni of transformers in the program: tiles, images of any size, video, sound."""
 
 import contextlib
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 
+from conversion import published, torch_dist
+from conversion.published import Published, config_of
+from conversion.verify import LEAST, Given, of_each_kind, our_logits, their_logits
 from examples.mimo.nemotron_vlm.model.encoders.radio.entry import Radio
+from examples.mimo.nemotron_vlm.model.names import IMAGE, IMAGES
 from examples.mimo.nemotron_vlm.model.presets import find_preset, nano_omni_30b_a3b, tiny_omni
 from tests.unit_tests.checkpoint.conversions import (
     BATCH,
-    LEAST,
+    LAYERS,
     TOLERANCE,
-    Given,
-    Published,
     assert_back_again,
-    assert_verified,
-    config_of,
     convert,
     convert_once,
     loading,
-    of_each_kind,
     tensors_of,
-    their_logits,
 )
 from tests.unit_tests.checkpoint.hugging_face import released_config, save, whole_vlm
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import apart
-from tests.unit_tests.examples.nemotron_vlm.runs import trainer
-from tests.unit_tests.test_utilities import Utils, requires_world_size
+from tests.unit_tests.examples.nemotron_vlm.runs import DEVICE, trainer
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 LENGTH = 64
 """Tokens of the longest sample, and padding."""
@@ -55,17 +53,6 @@ def their_loss(model: NemotronH_Omni_Reasoning_V3, images: Radio, source: Given)
 LAYOUT = "--encoder images:tp=2 --encoder sound:dp=8 --language tp=2,cp=2,pp=2,dp=1,ep=2,etp=1"
 APART = "--placement non-colocated --encoder images:tp=2,dp=1 --encoder sound:dp=1 --language dp=1"
 
-in_layouts = pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param("", marks=requires_world_size(1)),
-        pytest.param(APART, marks=requires_world_size(4)),
-        pytest.param(LAYOUT, marks=requires_world_size(8)),
-    ],
-)
-
-MODEL = partial(whole_vlm, sound=True)
-
 SMALL = 1e-6
 """Added to a tensor's norm, as an expert without tokens has a gradient of zero."""
 
@@ -77,11 +64,46 @@ CONVERSATIONS += ("--transformer-impl", "local")  # the engine has such images i
 @requires_world_size(1)
 def test_every_kind_of_input_has_their_logits_and_back_it_has_the_same_bits(shared_path):
     """Video and sound are converted, not copied. Gradients and training prove layouts."""
-    directory = convert_once(shared_path, MODEL, "tiny-omni")
-    theirs = directory.with_name("theirs")
-    copied = assert_back_again(directory, theirs)
+    directory = convert_once(shared_path, whole_vlm, "tiny-omni")
+    kinds = "text image video sound"
+    copied = assert_back_again(directory, directory.with_name("theirs"), kinds)
     assert "video" not in copied and "sound_projection" not in copied
-    assert_verified(directory, theirs, "text image video sound")
+
+
+def mixed_vlm() -> NemotronH_Omni_Reasoning_V3:
+    """A VLM whose language model is in 16 bits, with time steps below the released minimum."""
+    model = whole_vlm()
+    for name, weight in model.named_parameters():
+        if name.endswith("dt_bias"):
+            weight.data[0] = -6
+    model.language_model.bfloat16()
+    return model
+
+
+@requires_world_size(1)
+def test_tiles_have_their_logits_and_files_the_same_bits(tmp_path, monkeypatch):
+    """Sound and video, which the chosen model lacks, are left out, and copied back."""
+    for module in (published, torch_dist):
+        monkeypatch.setattr(module, "FILE_BYTES", 20_000)
+    directory = convert_once(tmp_path, mixed_vlm, "tiny")
+    assert HAVE_CUDA or len(list(directory.glob("release/*.distcp"))) > 1
+    preset, rng = find_preset(str(directory / "model.json")), torch.Generator().manual_seed(1)
+    images, sizes = preset.images, np.ones(2, int)
+    ids = torch.randint(4, 64, (LENGTH,), generator=rng)
+    ids[2 : 2 + int(images.rows(sizes).sum())] = IMAGE
+    tiles = torch.randint(256, (len(sizes), 3, images.tile, images.tile), generator=rng).byte()
+    patches = list(map(preset.with_images_of_any_size().images.grids.cut, tiles))
+    whole, cut = (
+        Given([(ids, {IMAGES: (sizes, each)})], token_ids={IMAGES: IMAGE}, vocab_size=64)
+        for each in (tiles, patches)
+    )
+    with torch.no_grad():
+        (wanted,) = their_logits(mixed_vlm().float(), images, cut)
+    (ours,) = our_logits(directory, preset, whole, *DEVICE, *LAYERS)
+    assert wanted.std() > 0.5 and (ours - wanted).abs().max() <= TOLERANCE
+    copied = assert_back_again(directory, directory.with_name("theirs"), "text image")
+    assert "video_embedder" in copied and "sound_projection" in copied
+    assert HAVE_CUDA or (tmp_path / "theirs-back/model.safetensors.index.json").is_file()
 
 
 PLAIN = "--moe-aux-loss-coeff 0 --moe-router-bias-update-rate 0 --lr 1e-3 --lr-decay-style constant"
@@ -89,11 +111,18 @@ PLAIN += " --no-use-distributed-optimizer --no-save-optim"
 """Options of a training that is PyTorch's own: no balancing, no schedule."""
 
 
-@in_layouts
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("", marks=requires_world_size(1)),
+        pytest.param(APART, marks=requires_world_size(4)),
+        pytest.param(LAYOUT, marks=requires_world_size(8)),
+    ],
+)
 def test_training_is_that_of_plain_pytorch(layout, shared_path, record_property):
     """Gradients of a first step, tensor by tensor: the converter takes them for weights. Losses and
     gradient norms of five steps, with weight decay and clipping."""
-    directory = convert_once(shared_path, MODEL, "tiny-omni")
+    directory = convert_once(shared_path, whole_vlm, "tiny-omni")
     options = (*loading(directory), *CONVERSATIONS, *PLAIN.split(), *layout.split())
     images, source = conversations(directory)
     gradients: list[torch.Tensor] = []
@@ -114,7 +143,7 @@ def test_training_is_that_of_plain_pytorch(layout, shared_path, record_property)
             return
         like = ("--like", directory.with_name("theirs"), "--out", shared_path / "back")
         convert("megatron-to-hf", shared_path / "gradients", *like)
-        model = MODEL()
+        model = whole_vlm()
         their_loss(model, images, source).backward()
         with torch.no_grad():
             for weight in model.parameters():
@@ -123,7 +152,7 @@ def test_training_is_that_of_plain_pytorch(layout, shared_path, record_property)
             tensors_of(path)
             for path in (shared_path / "back", save(model, shared_path / "of transformers"))
         )
-        theirs = trained_by_pytorch(MODEL(), args, len(ours), images, source)
+        theirs = trained_by_pytorch(whole_vlm(), args, len(ours), images, source)
     kept = {name.rpartition(".")[2] for name, _ in model.named_buffers()} | {"lambda1"}
     far = {
         name: float((found[name] - gradient).norm() / (gradient.norm() + SMALL))

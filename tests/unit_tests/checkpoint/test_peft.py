@@ -9,6 +9,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from conversion.peft_files import PREFIX
+from conversion.their_model import their_model
+from conversion.verify import differences
 from megatron.core.transformer.lora import is_adapter
 from tests.unit_tests.checkpoint.conversions import (
     BATCH,
@@ -28,10 +31,6 @@ from tests.unit_tests.checkpoint.test_omni import (
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import apart
 from tests.unit_tests.examples.nemotron_vlm.runs import Trainer, trainer
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
-
-from conversion.peft_files import PREFIX  # isort: skip
-from conversion.their_model import their_model  # isort: skip
-from conversion.verify import differences  # isort: skip
 
 pytestmark = pytest.mark.skipif(HAVE_CUDA, reason="the converter's process has no GPU")
 
@@ -55,7 +54,7 @@ def path(tmp_path_factory) -> Iterator[Path]:
     """Folder: base (of theirs), run (LoRA and a trained projector), peft and merged (of it)."""
     Utils.read_environment()
     path = tmp_path_factory.mktemp("peft")
-    theirs = save(whole_vlm(sound=True), path / "theirs")
+    theirs = save(whole_vlm(), path / "theirs")
     convert("hf-to-megatron", "--vlm", theirs, "--model", "tiny-omni", "--out", path / "base")
     beside = ("--dynamic-resolution", "--train-parts", "images:projector")
     with trainer(*BATCH, *loading(path / "base"), *LORA, *beside) as run:
@@ -84,17 +83,16 @@ def test_transformers_with_the_adapters_has_our_logits(path, directory, record_p
 
 def test_a_merge_into_another_base_is_refused(path, tmp_path, capsys):
     """In the place of the run's base lies a base with one other weight."""
-    theirs, base, kept = tmp_path / "theirs", path / "base", tmp_path / "base"
-    model = whole_vlm(sound=True)
+    theirs, base = tmp_path / "theirs", path / "base"
+    own = base.rename(tmp_path / "own")
+    model = whole_vlm()
     with torch.no_grad():
         model.language_model.lm_head.weight[-1, -1] *= 1.01
-    convert("hf-to-megatron", "--vlm", save(model, theirs), "--model", "tiny-omni", "--out", kept)
+    convert("hf-to-megatron", "--vlm", save(model, theirs), "--model", "tiny-omni", "--out", base)
     words = ("megatron-to-hf", path / "run", "--like", theirs, "--out", tmp_path / "merged")
-    base.rename(tmp_path / "own")
-    kept.rename(base)
     code = run_converter(*words)
-    base.rename(kept)
-    (tmp_path / "own").rename(base)
+    base.rename(tmp_path / "other")
+    own.rename(base)
     said = capsys.readouterr().err
     assert "has adapters of another base: its checksum is" in said and said.count("\n") == 1
     assert code == 2 and not (tmp_path / "merged").exists()

@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 
 from conversion.merged import whole_model
-from conversion.published import Published
-from conversion.rows import Translation, check_tensors
-from conversion.tensor_files import write_files
+from conversion.published import Published, write_files
+from conversion.rows import Translation, check_tensors, rows_of
 from conversion.torch_dist import Checkpoint, write_checkpoint
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.reading_options import preset_of
@@ -79,13 +78,16 @@ def to_megatron(directory: Path, base: VLMPreset, out: Path) -> tuple[list[str],
     """
     theirs = Published(directory, base)
     made, files = Translation(theirs.preset), theirs.files
-    if not files.shapes:
-        raise UserError(f"{directory}: no .safetensors files")
     left_out = theirs.left_out(made.shapes)
     dtypes = {name: files.dtype(slices[0].theirs) for name, slices in made.of_ours.items()}
+
+    def make(name: str) -> torch.Tensor:
+        rows = [files.rows(p.theirs, p.their_start, p.count) for p in made.of_ours[name]]
+        return torch.cat(rows)
+
     with whole_directory(out) as partial:
         write_preset(theirs.preset, partial / MODEL)
-        write_checkpoint(partial, made.parts, dtypes, lambda name: made.join(name, files.rows))
+        write_checkpoint(partial, made.parts, dtypes, make)
     return left_out, [name for name in base.names if name not in theirs.preset.names]
 
 
@@ -113,11 +115,10 @@ def to_hugging_face(checkpoint: Path, like: Path, out: Path) -> list[str]:
     copied = [name for name in files.shapes if name not in made.of_theirs]
 
     def make(names: list[str]) -> dict[str, torch.Tensor]:
-        needed = {each.ours for name in names for each in made.of_theirs.get(name, ())}
+        slices = {name: made.of_theirs[name] for name in names if name not in copied}
+        needed = {each.ours for own in slices.values() for each in own}
         ours = saved.read({name: made.parts[name] for name in sorted(needed)})
-        return {
-            name: files.read(name) if name in copied else made.split(name, ours) for name in names
-        }
+        return {n: rows_of(slices[n], ours) if n in slices else files.read(n) for n in names}
 
     dtypes = {name: files.dtype(name) for name in copied}
     for name, slices in made.of_theirs.items():

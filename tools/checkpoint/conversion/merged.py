@@ -22,18 +22,13 @@ def whole_model(directory: Path) -> Checkpoint:
         UserError: there is no such checkpoint, or its base is not there or has changed.
     """
     saved = Checkpoint(directory)
-    return _Merged(saved) if adapters_of(saved) else saved
-
-
-def adapters_of(saved: Checkpoint) -> list[str]:
-    """Return the keys of a checkpoint's adapters."""
-    return list(filter(is_adapter, saved.tensors))
+    return _Merged(saved) if any(map(is_adapter, saved.tensors)) else saved
 
 
 def loading(directory: Path) -> str:
     """Return the options with which the program loads a checkpoint, and its base."""
     saved = Checkpoint(directory)
-    if not adapters_of(saved):
+    if not any(map(is_adapter, saved.tensors)):
         return f"--pretrained-checkpoint {directory}"
     args, names = saved.options, ("lora_dim", "lora_alpha", "lora_target_modules", "train_parts")
     words = ["--finetune"] + [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
@@ -48,6 +43,17 @@ def matrices_of(weight: str) -> tuple[str, str]:
     return a + re.sub(r"^\.\w+", "", rest), b + rest
 
 
+def pairs_of(
+    saved: Checkpoint, parts: Mapping[str, ShardedTensor]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return A and B of those parts of a model that have adapters in a checkpoint, by name."""
+    keys = {name: matrices_of(part.key) for name, part in parts.items()}
+    keys = {name: (a, b) for name, (a, b) in keys.items() if b in saved.tensors}
+    held = saved.whole({key for pair in keys.values() for key in pair})
+    places = {name: parts[name].global_offset[: parts[name].prepend_axis_num] for name in keys}
+    return {name: (held[a][places[name]], held[b][places[name]]) for name, (a, b) in keys.items()}
+
+
 class _Merged(Checkpoint):
     """A base with the adapters, and what was trained beside them."""
 
@@ -58,7 +64,7 @@ class _Merged(Checkpoint):
                 f"{trained.directory}: its base has initial weights, which are not saved"
             )
         super().__init__(Path(args.pretrained_checkpoint))
-        own = set(trained.tensors) - set(adapters_of(trained))
+        own = {key for key in trained.tensors if not is_adapter(key)}
         found = self._checksum(own, args.vocab_size)
         if args.lora_base not in (None, found):
             raise UserError(
@@ -67,7 +73,6 @@ class _Merged(Checkpoint):
             )
         self._trained = trained
         self._scale = scale_of(args.lora_alpha, args.lora_dim, args.lora_rs)
-        self._held = trained.whole(adapters_of(trained))
         self.tensors |= {key: trained.tensors[key] for key in own}
 
     def _checksum(self, trained: set[str], words: int) -> str:
@@ -83,10 +88,6 @@ class _Merged(Checkpoint):
         own = {name for name, part in parts.items() if part.key in self._trained.tensors}
         tensors = self._trained.read({name: parts[name] for name in own})
         tensors |= super().read({name: parts[name] for name in parts.keys() - own})
-        for name, part in parts.items():
-            first, second = matrices_of(part.key)
-            if second in self._held:
-                place = part.global_offset[: part.prepend_axis_num]
-                pair = self._held[first][place], self._held[second][place]
-                tensors[name] = merged(tensors[name], *pair, self._scale)
+        for name, pair in pairs_of(self._trained, parts).items():
+            tensors[name] = merged(tensors[name], *pair, self._scale)
         return tensors

@@ -18,9 +18,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 
 from conversion.directions import MODEL, preset_of_run, whole_directory
-from conversion.merged import adapters_of, matrices_of
-from conversion.rows import Shape, Slice, Translation, check_tensors, program_parts
-from conversion.tensor_files import TensorFiles, write_file
+from conversion.merged import matrices_of, pairs_of
+from conversion.published import TensorFiles, write_file
+from conversion.rows import Shape, Slice, Translation, check_tensors, program_parts, rows_of
 from conversion.torch_dist import Checkpoint, write_checkpoint
 from conversion.trained import their_config
 from examples.mimo.common.errors import UserError
@@ -89,42 +89,30 @@ def to_peft(checkpoint: Path, like: Path | None, out: Path) -> None:
         UserError: the checkpoint has no adapters, or has trained more than projectors beside them.
     """
     saved = Checkpoint(checkpoint)
-    held = saved.whole(adapters_of(saved))
-    if not held:
+    if not any(map(is_adapter, saved.tensors)):
         raise UserError(f"{saved.directory} has no adapters: leave out --adapter")
     args, preset = saved.options, preset_of_run(saved.options)
     translation = Translation(preset)
-    parts = translation.parts
-
-    def matrix(ours: str, which: int) -> torch.Tensor:
-        """Return A (0) or B (1) of a tensor of ours."""
-        part = parts[ours]
-        place = part.global_offset[: part.prepend_axis_num]
-        return held[matrices_of(part.key)[which]][place]
-
+    parts, pairs = translation.parts, pairs_of(saved, translation.parts)
+    firsts, seconds = ({name: pair[which] for name, pair in pairs.items()} for which in (0, 1))
+    parameters = _parameters(translation, their_config(preset, args.token_ids))
+    adapted = [target for target, pieces in parameters.items() if pieces[0][0].ours in pairs]
     tensors: dict[str, torch.Tensor] = {}
-    pairs: dict[str, list[list[Slice]]] = {}
-    theirs = their_config(preset, args.token_ids)
-    for target, pieces in _parameters(translation, theirs).items():
+    trained: set[str] = set()
+    for target, pieces in parameters.items():
         first = pieces[0][0]
-        key = parts[first.ours].key
-        if key in saved.tensors:
+        if target in adapted:
+            place = _place(target, adapted)
+            tensors[f"{place}.lora_A.weight"] = torch.cat([firsts[p[0].ours] for p in pieces])
+            rows = [rows_of(slices, seconds) for slices in pieces]
+            tensors[f"{place}.lora_B.weight"] = torch.stack(rows, -1).flatten(1)
+        elif parts[first.ours].key in saved.tensors:
             if part_of(first.ours)[1] != "projector":
                 raise UserError(f"{first.ours} was trained, too: leave out --adapter")
             ours = {each.ours: parts[each.ours] for each in pieces[0]}
-            tensors[target] = translation.split(first.theirs, saved.read(ours))
-        elif matrices_of(key)[0] in held:
-            pairs[target] = pieces
-    trained = sorted({name.partition(".")[0] for name in tensors})
-    for target, pieces in pairs.items():
-        place = _place(target, pairs)
-        tensors[f"{place}.lora_A.weight"] = torch.cat([matrix(each[0].ours, 0) for each in pieces])
-        seconds = [
-            torch.cat([matrix(s.ours, 1).narrow(0, s.our_start, s.count) for s in each])
-            for each in pieces
-        ]
-        tensors[f"{place}.lora_B.weight"] = torch.stack(seconds, -1).flatten(1)
-    experts = sorted(target for target in pairs if not target.endswith(".weight"))
+            tensors[target] = rows_of(pieces[0], saved.read(ours))
+            trained.add(target.partition(".")[0])
+    experts = sorted(target for target in adapted if not target.endswith(".weight"))
     config = LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=like and str(like.absolute()),
@@ -133,9 +121,9 @@ def to_peft(checkpoint: Path, like: Path | None, out: Path) -> None:
         lora_alpha=args.lora_alpha,
         use_rslora=args.lora_rs,
         lora_dropout=0.0 if experts else args.lora_dropout,  # peft has none for parameters
-        target_modules=sorted(_place(each, ()) for each in pairs.keys() - experts),
+        target_modules=sorted(_place(each, ()) for each in {*adapted} - {*experts}),
         target_parameters=experts or None,
-        modules_to_save=trained or None,
+        modules_to_save=sorted(trained) or None,
     )
     with whole_directory(out) as directory:
         config.save_pretrained(directory)
@@ -188,22 +176,23 @@ def from_peft(directory: Path, preset: VLMPreset, out: Path) -> str:
             rank, columns = config.r * len(pieces), translation.shapes[pieces[0][0].theirs][1:]
             wanted |= {a: (rank, sum(columns)), b: (sum(s.count for s in pieces[0]), rank)}
     check_tensors(wanted, files.shapes, files.directory)
-    if not adapted:
-        raise UserError(f"{files.directory} has no adapters")
     words: set[str] = set()
     firsts: dict[str, list[torch.Tensor]] = defaultdict(list)
     updates: dict[str, list[tuple[slice, int, torch.Tensor]]] = defaultdict(list)
     for target, (a, b) in adapted.items():
         pieces = parameters[target]
         seconds = files.read(b).unflatten(1, (-1, len(pieces))).unbind(-1)
-        pairs = zip(files.read(a).chunk(len(pieces)), seconds, strict=True)
-        for slices, (first, second) in zip(pieces, pairs, strict=True):
+        firsts_of = files.read(a).chunk(len(pieces))
+        for slices, first, second in zip(pieces, firsts_of, seconds, strict=True):
             shares = second.split([each.count for each in slices])
             for each, rows in zip(slices, shares, strict=True):
                 ours = matrices_of(each.ours)
+                known = firsts[ours[0]]
+                if not (same := [n for n, one in enumerate(known) if torch.equal(one, first)]):
+                    same = [len(known)]
+                    known.append(first)
                 place = slice(each.our_start, each.our_start + each.count)
-                at = _index(firsts[ours[0]], first) * config.r
-                updates[ours[1]].append((place, at, rows))
+                updates[ours[1]].append((place, same[0] * config.r, rows))
                 words.add(_word(each.ours))
     if lost := sorted(name for name in firsts if ".layers." not in name):
         raise UserError(f"{directory}: our model has no adapters of {', '.join(lost)}")
@@ -235,15 +224,6 @@ def from_peft(directory: Path, preset: VLMPreset, out: Path) -> str:
         args.model, args.lora_base = str(out.absolute() / MODEL), None
         write_checkpoint(partial, parts, dict.fromkeys(parts, dtype), make, args=args)
     return " ".join(options)
-
-
-def _index(tensors: list[torch.Tensor], tensor: torch.Tensor) -> int:
-    """Return a tensor's place among others, to which it is added if it is new."""
-    for number, other in enumerate(tensors):
-        if torch.equal(tensor, other):
-            return number
-    tensors.append(tensor)
-    return len(tensors) - 1
 
 
 def _word(weight: str) -> str:

@@ -9,7 +9,7 @@ first dim.
 
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,14 +76,10 @@ class Translation:
                 end += each.count
             self.shapes[name] = (end, *self.parts[slices[0].ours].local_shape[1:])
 
-    def join(self, name: str, read: Callable[[str, int, int], torch.Tensor]) -> torch.Tensor:
-        """Make a tensor of ours; ``read`` takes one of their names, a first row, and a count."""
-        return torch.cat([read(p.theirs, p.their_start, p.count) for p in self.of_ours[name]])
 
-    def split(self, name: str, ours: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Make a tensor of theirs from those of ours that hold its slices."""
-        slices = self.of_theirs[name]
-        return torch.cat([ours[p.ours].narrow(0, p.our_start, p.count) for p in slices])
+def rows_of(slices: Iterable[Slice], ours: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Make a tensor of theirs from those of ours that hold its slices."""
+    return torch.cat([ours[each.ours].narrow(0, each.our_start, each.count) for each in slices])
 
 
 def parts_of(preset: VLMPreset) -> list[tuple[Part, Any]]:
@@ -118,8 +114,11 @@ def check_tensors(wanted: Mapping[str, Shape], found: Mapping[str, Shape], where
     """Check that the tensors of ``where`` are those that are wanted.
 
     Raises:
-        UserError: some are missing, surplus or have another shape; a line of the message for each.
+        UserError: there are none, or some are missing, surplus or have another shape; a line of the
+            message for each.
     """
+    if not found:
+        raise UserError(f"{where}: no tensors of the model, which .safetensors files have")
     lines = [f"missing: {name} {list(wanted[name])}" for name in wanted if name not in found]
     lines += [f"surplus: {name} {list(found[name])}" for name in found if name not in wanted]
     lines += [
