@@ -81,6 +81,14 @@ def test_transformers_with_the_adapters_has_our_logits(path, directory, record_p
     assert max(found.values()) <= ROUNDING, found
 
 
+def test_a_part_that_was_trained_beside_its_adapters_is_refused(path, capsys):
+    with trainer(*BATCH, *loading(path / "base"), *LORA, "--train-parts", "images:encoder") as run:
+        run.save(path / "beside")
+    words = ("megatron-to-hf", path / "beside", "--adapter", "--out", path / "none")
+    assert run_converter(*words) == 2 and not (path / "none").exists()
+    assert "was trained, too: leave out --adapter" in capsys.readouterr().err
+
+
 def test_a_merge_into_another_base_is_refused(path, tmp_path, capsys):
     """In the place of the run's base lies a base with one other weight."""
     theirs, base = tmp_path / "theirs", path / "base"

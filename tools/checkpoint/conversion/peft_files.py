@@ -101,17 +101,17 @@ def to_peft(checkpoint: Path, like: Path | None, out: Path) -> None:
     trained: set[str] = set()
     for target, pieces in parameters.items():
         first = pieces[0][0]
-        if target in adapted:
-            place = _place(target, adapted)
-            tensors[f"{place}.lora_A.weight"] = torch.cat([firsts[p[0].ours] for p in pieces])
-            rows = [rows_of(slices, seconds) for slices in pieces]
-            tensors[f"{place}.lora_B.weight"] = torch.stack(rows, -1).flatten(1)
-        elif parts[first.ours].key in saved.tensors:
+        if parts[first.ours].key in saved.tensors:
             if part_of(first.ours)[1] != "projector":
                 raise UserError(f"{first.ours} was trained, too: leave out --adapter")
             ours = {each.ours: parts[each.ours] for each in pieces[0]}
             tensors[target] = rows_of(pieces[0], saved.read(ours))
             trained.add(target.partition(".")[0])
+        elif target in adapted:
+            place = _place(target, adapted)
+            tensors[f"{place}.lora_A.weight"] = torch.cat([firsts[p[0].ours] for p in pieces])
+            rows = [rows_of(slices, seconds) for slices in pieces]
+            tensors[f"{place}.lora_B.weight"] = torch.stack(rows, -1).flatten(1)
     experts = sorted(target for target in adapted if not target.endswith(".weight"))
     config = LoraConfig(
         task_type="CAUSAL_LM",
