@@ -92,6 +92,14 @@ def test_what_gives_no_sample_is_refused(sizes, by_weight, weights, text):
         Order(sizes, by_weight, weights, 0)
 
 
+def stream_of(states: np.ndarray, tokens: np.ndarray, taken: range, seq_length: int) -> Stream:
+    """Number the samples of one data set, of which a blend takes a part; states are int32 [n]."""
+    table = [states, tokens, *np.zeros((5, len(states)), np.int32)]
+    survey = Survey(*table, np.zeros(0, MEDIA), "hash", None)
+    pairs = [(SimpleNamespace(subset=taken, weight=None, path="data"), survey)]
+    return Stream(pairs, False, seq_length, (0, "train"), False)
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.sampled_from([0, 0, 0, 3, 5, 90]), min_size=1, max_size=60), st.data())
 def test_numbers_skip_bad_and_long_samples_in_the_part_that_a_blend_takes(kinds, draw):
@@ -101,16 +109,13 @@ def test_numbers_skip_bad_and_long_samples_in_the_part_that_a_blend_takes(kinds,
     states = np.array([kind % 90 for kind in kinds], np.int32)
     tokens = np.array([max(kind, 10) for kind in kinds], np.int32)
     good = [index for index in taken if kinds[index] == 0]
-    table = [states, tokens, *np.zeros((5, len(kinds)), np.int32)]
-    survey = Survey(*table, np.zeros(0, MEDIA), "hash", None)
-    pairs = [(SimpleNamespace(subset=taken, weight=None, path="data"), survey)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream, "PART", 7)
         if not good:
             with pytest.raises(ValueError, match=f"none of {len(taken)} samples of train"):
-                Stream(pairs, False, 64, (0, "train"), False)
+                stream_of(states, tokens, taken, 64)
             return
-        opened = Stream(pairs, False, 64, (0, "train"), False)
+        opened = stream_of(states, tokens, taken, 64)
     assert sorted(opened.locate(number)[1] for number in range(len(good))) == good
     assert opened.left_out.total() == len(taken) - len(good)
     assert opened.left_out["too long"] == sum(kinds[index] == 90 for index in taken)
@@ -123,21 +128,14 @@ class Records(SampleSource):
 
     def __init__(self, records: int) -> None:
         draw = np.random.default_rng(0)
-        table = np.zeros((7, records), np.int32)
-        table[0] = draw.random(records) < 0.02
-        table[1] = draw.lognormal(4.5, 1.7, records).astype(np.int32) + 2
-        self.good = np.flatnonzero((table[0] == 0) & (table[1] <= SEQ_LENGTH))
-        self.rows = int(table[1][self.good].sum()) // SEQ_LENGTH
-        survey = Survey(*table, np.zeros(0, MEDIA), "hash", None)
-        pairs = [(SimpleNamespace(subset=range(records), weight=None, path="data"), survey)]
-        self.stream = Stream(pairs, False, SEQ_LENGTH, (0, "train"), False)
+        states = (draw.random(records) < 0.02).astype(np.int32)
+        tokens = draw.lognormal(4.5, 1.7, records).astype(np.int32) + 2
+        self.good = np.flatnonzero((states == 0) & (tokens <= SEQ_LENGTH))
+        self.rows = int(tokens[self.good].sum()) // SEQ_LENGTH
+        self.stream = stream_of(states, tokens, range(records), SEQ_LENGTH)
 
     def costs(self, split, first, number):
         return self.stream.costs(np.arange(first, first + number))
-
-    def indices(self, first, end):
-        (numbered,) = self.stream._numbered
-        return numbered.indices(self.stream.order.locate(np.arange(first, end))[1])
 
 
 def read(source: Records, dp: int, state: Namespace, steps: int) -> list[int]:
@@ -155,28 +153,19 @@ def read(source: Records, dp: int, state: Namespace, steps: int) -> list[int]:
     return numbers
 
 
-def epoch_of_packed_runs(records: int, stops: int) -> int:
-    """Read an epoch in runs of one, two and three DP ranks, the first three also of other batches.
-
-    Returns:
-        The number of samples in the epoch; the runs read each sample once.
-    """
-    source = Records(records)
+def test_runs_that_go_on_with_packed_rows_read_every_sample_of_an_epoch_once():
+    """Runs of one, two and three DP ranks, the first three also of other batches."""
+    source = Records(10_000)
     size, state = len(source.good), Namespace(consumed_train_samples=0, window_start=(0, 0))
     state.micro_batch_size, state.step_batch_size_schedule = 1, None
-    times, more = np.zeros(size + size // 2, np.int8), 1 + records // 100_000
-    for run, dp in zip(range(10 * stops), cycle((1, 2, 3)), strict=False):
-        state.global_batch_size = more * (12, 18, 6, 12)[min(run, 3)]
-        np.add.at(times, read(source, dp, state, source.rows // (12 * more * stops)), 1)
+    times = np.zeros(size + size // 2, np.int8)
+    for run, dp in zip(range(70), cycle((1, 2, 3)), strict=False):
+        state.global_batch_size = (12, 18, 6, 12)[min(run, 3)]
+        np.add.at(times, read(source, dp, state, source.rows // 84), 1)
         if times[:size].all():
             break
-    assert run >= stops // 2 and times[:size].all() and times.max() == 1
-    order = np.concatenate(
-        [source.indices(at, min(size, at + 2**20)) for at in range(0, size, 2**20)]
-    )
-    assert np.array_equal(np.sort(order), source.good)
-    return size
-
-
-def test_runs_that_go_on_with_packed_rows_read_every_sample_of_an_epoch_once():
-    assert epoch_of_packed_runs(records=10_000, stops=7) > 9_000
+    assert run > 2 and size > 9_000
+    assert times[:size].all() and times.max() == 1
+    (numbered,), order = source.stream._numbered, source.stream.order
+    found = numbered.indices(order.locate(np.arange(size))[1])
+    assert np.array_equal(np.sort(found), source.good)
