@@ -22,7 +22,8 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     shared_digits,
     survey,
 )
-from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import trajectory
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import PIPELINE, WORKERS, Row
+from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import check, trajectory
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
@@ -256,6 +257,17 @@ class TestChanges:
         found = {file: file.stat().st_mtime_ns for file in checkpoint.iterdir()}
         dist.barrier()  # the first rank deletes the folder when it has left the test
         assert found == files
+
+
+@requires_world_size(4)
+def test_a_packed_trajectory_that_goes_on_in_another_layout_is_one_ranks(
+    shared_path, record_property
+):
+    layout = "images:tp=2,dp=2 sound:dp=4", PIPELINE
+    then = (("images:dp=4 sound:dp=4", "tp=2,dp=2,ep=2,etp=1", WORKERS),)
+    row = Row(4, "packed shards of all media", *layout, then=then)
+    with shared_digits(samples=96) as data:
+        check(row, record_property, shards=data, saved=shared_path)
 
 
 def test_the_page_has_these_rows():
