@@ -51,6 +51,7 @@ OPAQUE = {
     },
     **{f"PNG {mode}": saved(colours(mode), "PNG") for mode in ("1", "L", "RGB", "P")},
     **{f"JPEG {mode}": saved(colours(mode), "JPEG") for mode in ("L", "RGB", "CMYK")},
+    "JPEG progressive": saved(colours(), "JPEG", progressive=True),
     **{f"TIFF {mode}": saved(colours(mode), "TIFF") for mode in ("1", "L", "CMYK", "LAB", "YCbCr")},
     **{k: saved(colours(), k) for k in ("BMP", "GIF", "PPM", "ICO", "TGA", "JPEG2000")},
     **{f"{k} of two pages": saved(colours(), k, **PAGES) for k in ("GIF", "WEBP", "TIFF", "PNG")},

@@ -4,6 +4,7 @@
 
 import contextlib
 import io
+import json
 import re
 import sys
 from collections import Counter
@@ -12,26 +13,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from examples.mimo.nemotron_vlm.energon import images
 from examples.mimo.nemotron_vlm.energon.__main__ import main
-from examples.mimo.nemotron_vlm.energon.conversation import VIDEO, Chat
+from examples.mimo.nemotron_vlm.energon.conversation import Chat
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.errors import BadMedium
 from examples.mimo.nemotron_vlm.energon.images import Resizing
 from examples.mimo.nemotron_vlm.energon.records import Medium
 from examples.mimo.nemotron_vlm.energon.store import open_split
-from examples.mimo.nemotron_vlm.energon.survey import STATES, load_survey, make_survey
+from examples.mimo.nemotron_vlm.energon.survey import STATES, load_survey
 from examples.mimo.nemotron_vlm.energon.videos import Watching
-from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
-from examples.mimo.nemotron_vlm.model.patch_grids import grids_of, tubelets_of
-from tests.unit_tests.examples.nemotron_vlm.energon.bad_samples import (
-    BAD,
-    GOOD,
-    PNG,
-    of,
-    with_media,
-)
+from examples.mimo.nemotron_vlm.model.names import IMAGES
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     CLIPS,
     CRUDE,
@@ -41,69 +35,140 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     image,
     make_shard,
     omni,
+    survey,
 )
 from tests.unit_tests.examples.nemotron_vlm.energon.media_files import (
-    DEPTHS,
     colours,
     mp4,
+    mp4_without_video,
     noise,
-    oriented,
-    palette,
     saved,
+    sound,
 )
 
-WHOLE = {
-    "jpg": [saved(colours(), "JPEG"), saved(colours("CMYK"), "JPEG"), oriented("JPEG", 6)],
-    "png": [saved(colours(), "PNG"), saved(colours("RGBA"), "PNG"), palette("PNG", transparency=3)],
-    "webp": [saved(colours(), "WEBP"), saved(colours("RGBA"), "WEBP", lossless=True)],
-    "gif": [palette("GIF", transparency=3)],
-    "tiff": [saved(colours(), "TIFF"), saved(colours("LAB"), "TIFF"), oriented("TIFF", 8)],
-    "bmp": [saved(colours(), "BMP"), saved(colours("1"), "BMP")],
-    "ppm": [saved(colours(), "PPM")],
-    "wav": [noise(depth=depth) for depth in (*DEPTHS, "ULAW")] + [noise(8000, 2)],
-    "flac": [noise(kind="FLAC"), noise(44100, 2, "FLAC", "PCM_24")],
-    "mp4": [mp4(), mp4("90")],
-    "frames": [saved(colours(), "PNG"), saved(colours(), "JPEG")],
-}
-"""Whole files, by the suffix under which they are damaged."""
-KINDS = {"wav": SOUND, "flac": SOUND, "mp4": VIDEO, "frames": VIDEO}
-TIMES = 25
-"""How often each file is damaged; the fuzz takes some seconds."""
+PNG, ASK = image(16, 16), {"role": "user", "content": "a"}
 
 
-def damaged(whole: bytes, draw: np.random.Generator) -> bytes:
-    """Return a file that is cut, or in which some bytes are changed, lost or doubled."""
-    # Headers hold what decoders trust; they are hit as often as the rest.
-    first = int(draw.integers(min(len(whole), int(draw.choice([64, len(whole)])))))
-    last = first + int(draw.integers(1, 9))
-    before, hit, after = whole[:first], whole[first:last], whole[last:]
-    others = draw.bytes(len(hit)), bytes(len(hit)), b"\xff" * len(hit), b"", 40 * hit
-    return before + others[draw.integers(5)] + after if draw.integers(5) else before
+def of(text: object, **files: bytes) -> dict[str, bytes]:
+    """Return a sample with a json."""
+    return {"json": text if isinstance(text, bytes) else json.dumps(text).encode()} | files
 
 
-def fuzz(name: str) -> list[bytes]:
-    draw = np.random.default_rng(list(name.encode()))
-    return [damaged(whole, draw) for whole in WHOLE[name] for _ in range(TIMES)]
+def talk(*turns: dict | str, **files: bytes) -> dict[str, bytes]:
+    """Return a sample of messages; texts are those of a user."""
+    turns = [{"role": "user", "content": t} if isinstance(t, str) else t for t in turns]
+    return of({"messages": turns}, **files)
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_a_damaged_file_is_read_or_refused_in_a_line(name):
-    kind, refused = KINDS.get(name, IMAGES), 0
-    for data in fuzz(name):
-        given = (WHOLE[name][0], data) if name == "frames" else (data,)
-        try:
-            (read,) = READER.read([Medium(kind, given, 2.0)])
-        except BadMedium as error:
-            assert error.kind == f"bad {kind.removesuffix('s')}"
-            assert len(str(error).splitlines()) == 1 and str(error).isprintable()
-            refused += 1
-            continue
-        assert read.made.isfinite().all()
-        size = np.array([read.extent.size])
-        shape = {SOUND: (*size,), IMAGES: (*grids_of(size)[0],)}
-        shape[VIDEO] = (*tubelets_of(size), *shape[IMAGES])
-        assert read.made.shape[: len(shape[kind])] == shape[kind]
-    assert refused
+def answer(text="b", **more) -> dict:
+    return {"role": "assistant", "content": text, **more}
+
+
+def last(who: str = "role", what: str = "content", **more) -> dict[str, bytes]:
+    """Return a question and an answer with more keys, as messages or as conversations."""
+    turns = [{who: "user", what: "a"}, {who: "assistant", what: "b"} | more]
+    return of({"messages" if who == "role" else "conversations": turns})
+
+
+def with_media(**files: bytes) -> dict[str, bytes]:
+    """Return a sample of files, named by suffix, and a caption."""
+    return of({"caption": "3"}, **files)
+
+
+def clip(*frames: bytes) -> dict[str, bytes]:
+    return with_media(**{f"video.{number}.png": frame for number, frame in enumerate(frames)})
+
+
+def one(value: float, rate: int = 16000, depth: str = "FLOAT") -> dict[str, bytes]:
+    """Return a sound that ends with a sample of this value."""
+    return with_media(wav=sound(np.append(np.zeros(999), value), rate, depth=depth))
+
+
+UNKNOWN, REASONS = "which is not understood", "message 2: its reasoning is no one text"
+TEXTS = [
+    (of(b"{"), "its json is damaged"),
+    (of(b"[" * 100_000), ""),
+    (of([]), "its json is no object"),
+    (of({}), "has neither conversations, messages nor a caption"),
+    (of({"conversations": "hello"}), "conversations is no list of"),
+    (of({"conversations": [{"from": "x", "value": ""}]}), 'unknown role "x"; known: system, user'),
+    (of({"conversations": [{"from": {"a": 1}, "value": ""}]}), 'unknown role {"a": 1};'),
+    (of({"caption": 3}), "a content is no text, and no list of items of type text"),
+    (of({"caption": "a", "mood": 1}), f'its json has "mood", {UNKNOWN}'),
+    (of({"caption": "a", "messages": []}), 'its json has "caption"'),
+    (of({"caption": "a", "tools": "[]"}), "its tools are no list of objects"),
+    (of({"caption": "a", "chat_template_kwargs": []}), "its chat_template_kwargs are no object"),
+    (of({"caption": "a", "fps": {"a": "b"}}), r'its fps is {"a": "b"}, no number'),
+    (last("from", "value", loss=0.5), r"message 2: a loss or weight of \[0.5\], not of 0 or 1"),
+    (last("from", "value", tone="x"), f'message 2 has "tone", {UNKNOWN}'),
+    (last(weight=2), r"message 2: a loss or weight of \[2\]"),
+    (last(weight=0, loss=True), r"message 2: a loss or weight of \[true, 0\]"),
+    (last(mood="x"), f'message 2 has "mood", {UNKNOWN}'),
+    (last(**{"\ud83d": 1}), r'message 2 has "\\ud83d", ' + UNKNOWN),
+    (last(tool_call_id="x"), 'message 2 has "tool_call_id"'),
+    (last(tool_calls={}), "message 2: its tool_calls are no list of objects"),
+    (last(reasoning="a", thinking="b"), REASONS),
+    (last(reasoning_content=["a"]), REASONS),
+    (last(reasoning_content="c"), "the chat template does not know reasoning_content"),
+    (last(content=None), "a content is no text, and no list of items of type text"),
+    (last(content=["a"]), "a content is no text, and no list of items of type text"),
+    (last(content=[{"type": "text", "text": "a", "mood": 1}]), 'an item of type text has "mood"'),
+    (last(content=[{"type": "image", "detail": "low"}]), 'an item of type image has "detail"'),
+    (last(role="critic"), 'unknown role "critic"; known: system, user, assistant, tool'),
+    (last(role="user", loss=True), "message 2: the loss is on the assistant's turns alone"),
+    (last(content=""), "an answer is empty"),
+    (last(content="nice \ud83d"), r"the tokenizer refuses it: half a character, '\\ud83d'"),
+    (talk("b"), "needs a user's turn and an assistant's answer"),
+    (talk(answer()), "needs a user's turn and an assistant's answer"),
+    (talk(ASK, answer(), ASK), "ends with a turn of user, which has no answer"),
+    (talk("<image>", answer(), **{"1.png": PNG, "2.png": PNG}), "1 <image> for 2 images"),
+    (talk("<image>", answer()), "1 <image> for 0 images"),
+    (talk("b", answer("<image>"), png=PNG), "<image> outside of the user's turns"),
+    (talk("b", answer("a <so_embedding>")), "its text has the token <so_embedding>"),
+]
+GREYS, SHORT = "convert its greys of 32 bits", "damaged: the file is shorter than its header says"
+MEDIA = [
+    (with_media(heic=b"something"), "bad image: image 1: damaged, or in a format that is not read"),
+    (with_media(aac=b"something"), "bad sound: sound 1: damaged, or in a format that is not read"),
+    (with_media(webm=b"something"), "bad video: video 1: frame 1: damaged, or in a format that is"),
+    *(
+        (with_media(png=data), f"bad image: image 1: .*{why}")
+        for data, why in (
+            (b"", "Pillow finds no image"),
+            (b"something", "damaged, or in a format that is not read: Pillow finds no image"),
+            (image(8, 8, "EPS"), "Pillow finds no image"),
+            (saved(Image.new("I", (4, 4), 70000), "TIFF"), f"mode I: {GREYS}"),
+            (saved(Image.new("F", (4, 4), 0.5), "TIFF"), f"mode F: {GREYS}"),
+            (saved(Image.new("1", (20000, 5000)), "PNG"), "exceeds limit of 89478485 pixels"),
+            (saved(Image.new("1", (20000, 10000)), "PNG"), "exceeds limit of 178956970 pixels"),
+            (saved(colours(), "JPEG")[:-50], "truncated"),
+        )
+    ),
+    (with_media(**{"1.png": PNG, "2.png": b"nothing"}), "bad image: image 2: damaged"),
+    *(
+        (one(*of_sound), f"bad sound: sound 1: {why}")
+        for *of_sound, why in (
+            (np.nan, "a sample of nan"),
+            (-np.inf, 44100, "DOUBLE", "a sample of inf"),
+            (1e300, 16000, "DOUBLE", "a sample of inf"),  # as fp32
+            (32767, "a sample of 32767"),
+            (-17, 44100, "a sample of 17: .* -1 to 1, 16 at most"),
+            (0, 7, "7 samples a second; from 1000 to 1000000 are read"),
+        )
+    ),
+    (with_media(wav=b""), "bad sound: sound 1: damaged, or in a format that is not read"),
+    (with_media(wav=sound(np.zeros(0))), "bad sound: sound 1: 0 samples, of 16000 a second, are"),
+    (with_media(wav=sound(np.zeros(319))), "bad sound: sound 1: 319 samples, .* less than 320"),
+    (with_media(wav=noise()[:-2]), f"bad sound: sound 1: {SHORT}"),
+    (with_media(flac=noise(kind="FLAC")[:-200]), "bad sound: sound 1: "),
+    (clip(image(32, 24), image(24, 32)), "bad video: video 1: 2 of 2 frames, of 2 sizes"),
+    (clip(PNG, b"nothing"), "bad video: video 1: frame 2: damaged, or in a format"),
+    (with_media(mp4=b"\0\0\0\x20ftyp" + bytes(99)), "bad video: video 1: .*Invalid data found"),
+    (with_media(mp4=mp4_without_video()), "bad video: video 1: an MP4 file without video"),
+]
+BAD = [*((sample, f"bad text: {reason}") for sample, reason in TEXTS), *MEDIA]
+"""Samples that cannot be used, each with the kind and the reason that a survey names."""
+GOOD = [talk(ASK, answer()), talk(answer("Hi"), ASK, answer())]
 
 
 @pytest.fixture(scope="module")
@@ -112,15 +177,8 @@ def tokenizer(tmp_path_factory) -> Path:
     return byte_tokenizer(path, None, ["<image>", "<so_embedding>"])
 
 
-def survey(path: Path, tokenizer: Path, samples: list[dict]) -> dict[int, str]:
-    """Return the kinds and reasons of the bad samples, by number."""
-    make_shard(path, samples, CRUDE)
-    (dataset,) = open_split(path, "train").datasets
-    make_survey(dataset, omni(tokenizer))
-    return reasons_of(path, tokenizer)
-
-
 def reasons_of(path: Path, tokenizer: Path) -> dict[int, str]:
+    """Return the kinds and reasons of the bad samples, by number."""
     found = load_survey(open_split(path, "train").datasets[0], omni(tokenizer)).bad
     assert all(sample.name == f"a.tar/{sample.index}" for sample in found)
     return {sample.index: f"{STATES[sample.state]}: {sample.reason}" for sample in found}
@@ -178,7 +236,9 @@ def test_a_survey_counts_what_a_library_raises(
         return real(*given)
 
     monkeypatch.setattr(owner, name, failing)
-    bad = survey(tmp_path, tokenizer, [{"txt": b"3"}, with_media(png=PNG) | of({"caption": "4"})])
+    make_shard(tmp_path, [{"txt": b"3"}, with_media(png=PNG) | of({"caption": "4"})], CRUDE)
+    survey(tmp_path, tokenizer, splits=["train"], makes=[omni])
+    bad = reasons_of(tmp_path, tokenizer)
     assert list(bad) == [1] and bad[1].startswith(said) and len(bad[1].splitlines()) == 1
 
 
@@ -193,14 +253,23 @@ def test_strips_images_without_area_and_clips_of_unknown_speed_are_named(monkeyp
         READER.read([Medium(IMAGES, (b"",))])
 
 
-@pytest.mark.parametrize("package", ["soundfile", "soxr"])
-def test_a_missing_package_ends_a_survey(tmp_path, tokenizer, monkeypatch, capsys, package):
+@pytest.mark.parametrize(
+    ("package", "media", "said"),
+    [
+        ("soundfile", {"wav": noise()}, "sound needs soundfile, soxr: pip install '.[sound]'"),
+        ("soxr", {"wav": noise()}, "sound needs soundfile, soxr: pip install '.[sound]'"),
+        ("av", {"mp4": mp4()}, "MP4 needs PyAV: pip install '.[mp4]'"),
+    ],
+    ids=["soundfile", "soxr", "av"],
+)
+def test_a_missing_package_ends_a_survey(
+    tmp_path, tokenizer, monkeypatch, capsys, package, media, said
+):
     monkeypatch.delitem(sys.modules, package, raising=False)
     (tmp_path / f"{package}.py").write_text("raise ModuleNotFoundError")
     monkeypatch.syspath_prepend(tmp_path)
-    make_shard(tmp_path, [with_media(wav=noise())], CRUDE)
+    make_shard(tmp_path, [with_media(**media)], CRUDE)
     words = [str(tmp_path), "--tokenizer-model", str(tokenizer), "--model", "tiny-omni"]
     for workers in "01":
-        assert main([*words, "--workers", workers]) == 2
-        refused = capsys.readouterr().err.splitlines()[-1]
-        assert refused == "error: sound needs soundfile, soxr: pip install '.[sound]'"
+        assert main([*words, "--dynamic-resolution", "--workers", workers]) == 2
+        assert capsys.readouterr().err.splitlines()[-1] == f"error: {said}"

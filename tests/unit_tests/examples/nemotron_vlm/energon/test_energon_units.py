@@ -2,27 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The survey of each shard is kept as it ends, and taken as long as nothing of it changes."""
 
-import io
 import json
 import multiprocessing
 import os
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from examples.mimo.nemotron_vlm.energon import files
-from examples.mimo.nemotron_vlm.energon.errors import BadMedium
-from examples.mimo.nemotron_vlm.energon.records import Medium
 from examples.mimo.nemotron_vlm.energon.store import DataSet
-from examples.mimo.nemotron_vlm.energon.videos import Extent
-from examples.mimo.nemotron_vlm.model.names import IMAGES
 from megatron.energon import BaseWebdatasetFactory
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
-    GRIDS,
-    READER,
     damage_image,
     encoder,
     image,
@@ -167,30 +158,3 @@ def test_of_records_only_runs_that_changed_are_read(digits, tmp_path, monkeypatc
     (tmp_path / "3.png").unlink()
     assert surveyed(35) == [str(line) for line in range(31, 36)]
     assert source(tmp_path, digits / "tokenizer").left_out("train") == {"bad text": 5}
-
-
-@pytest.mark.parametrize("form", ["plain", "progressive", "turned", "greys", "CMYK", "PNG"])
-def test_a_file_that_is_only_measured_is_as_good_or_bad_as_one_that_is_read(form):
-    """Cut or damaged at 200 places each."""
-    draw = np.random.default_rng(1)
-    pixels = Image.fromarray(draw.integers(0, 256, (40, 70, 3), np.uint8))
-    exif, file = Image.Exif(), io.BytesIO()
-    exif[0x0112] = 6
-    mode = {"greys": "L", "CMYK": "CMYK"}.get(form, "RGB")
-    more = {"progressive": {"progressive": True}, "turned": {"exif": exif}}.get(form, {})
-    pixels.convert(mode).save(file, "PNG" if form == "PNG" else "JPEG", **more)
-    data = file.getvalue()
-
-    def verdict(data: bytes, whole: bool) -> Extent | str:
-        try:
-            return READER.read([Medium(IMAGES, (data,))], whole)[0].extent
-        except BadMedium as error:
-            return str(error)
-
-    found = [verdict(data, whole=False)]
-    assert found[0].size == GRIDS.size_of(*((70, 40) if form == "turned" else (40, 70)))
-    for place in draw.integers(0, len(data), 200).tolist():
-        for hurt in (data[:place], data[:place] + bytes([data[place] ^ 255]) + data[place + 1 :]):
-            found.append(verdict(hurt, whole=False))
-            assert found[-1] == verdict(hurt, whole=True)
-    assert 200 <= sum(isinstance(each, str) for each in found) < 400
