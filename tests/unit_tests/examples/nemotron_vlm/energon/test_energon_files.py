@@ -6,7 +6,6 @@ import base64
 import json
 import shlex
 import sys
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.energon import files
 from examples.mimo.nemotron_vlm.energon.__main__ import main
 from examples.mimo.nemotron_vlm.energon.errors import Excluded
+from examples.mimo.nemotron_vlm.energon.store import open_split
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import image, names, omni, source
 from tests.unit_tests.examples.nemotron_vlm.runs import options_of, trainer
 
@@ -26,22 +26,18 @@ TURNS = [{"from": "human", "value": "look <image>"}, {"from": "gpt", "value": "7
 
 def unpacked(shards: Path, folder: Path) -> Path:
     """Write what shards have as train.jsonl and val.jsonl beside folders of media."""
-    for shard in sorted(shards.glob("*.tar")):
-        with tarfile.open(shard) as tar:
-            contents = {member.name: tar.extractfile(member).read() for member in tar}
-        for name in (name for name in contents if name.endswith(".json")):
-            key = name.removesuffix(".json")
-            record = json.loads(contents[name])
-            for other in (other for other in contents if other.startswith(f"{key}.")):
-                if other == name:
-                    continue
-                is_clip = ".video." in other
-                path = folder / "media" / (other.replace(".video.", "/") if is_clip else other)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(contents[other])
-                kind = "video" if is_clip else {"wav": "sound", "png": "image"}[other[-3:]]
-                record[kind] = f"media/{key if is_clip else other}"
-            with (folder / f"{shard.name.partition('-')[0]}.jsonl").open("a") as file:
+    kinds = {"wav": "sound", "png": "image", "video": "video"}
+    for split, name in (("train", "train"), ("test", "val")):
+        (dataset,) = open_split(shards, split).datasets
+        with (folder / f"{name}.jsonl").open("w") as file:
+            for raw in map(dataset.raw, dataset.subset):
+                record = json.loads(raw.pop("json"))
+                for suffix in (key for key in raw if not key.startswith("__")):
+                    kind = kinds[suffix.partition(".")[0]]
+                    path = f"media/{raw['__key__']}.{suffix}".replace(".video.", "/")
+                    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                    (folder / path).write_bytes(raw[suffix])
+                    record[kind] = str(Path(path).parent) if kind == "video" else path
                 file.write(json.dumps(record) + "\n")
     return folder
 
