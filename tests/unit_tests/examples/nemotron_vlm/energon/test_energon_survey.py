@@ -38,13 +38,6 @@ from tests.unit_tests.examples.nemotron_vlm.runs import options_of
 TRAIN = 84
 
 
-def test_it_is_the_same_from_several_processes(digits, copied, tmp_path):
-    survey(copied, splits=["train"], workers=2, folder=tmp_path / "surveys")
-    opened, alone = source(copied, surveys=tmp_path / "surveys"), source(digits)
-    assert opened.fingerprint == alone.fingerprint
-    assert np.array_equal(opened.costs("train", 0, 500), alone.costs("train", 0, 500))
-
-
 @pytest.mark.parametrize(
     ("kind", "more"),
     [

@@ -117,6 +117,7 @@ def test_what_is_missing_or_damaged_is_not_kept(copied, reads):
 
 
 def test_of_added_shards_alone_samples_are_read(copied, tmp_path, reads):
+    """What is made of both surveys is what several processes make of all shards."""
     shards = sorted(file.name for file in copied.glob("*.tar"))
     prepare(copied, [shards[1], shards[3], shards[4]])
     survey(copied, **ONE)
@@ -124,7 +125,7 @@ def test_of_added_shards_alone_samples_are_read(copied, tmp_path, reads):
     prepare(copied, shards)
     survey(copied, **ONE)
     assert len(reads) == 24 + 24 and shards_of(reads) == [shards[0], shards[2]]
-    survey(copied, folder=tmp_path / "other", **ONE)
+    survey(copied, folder=tmp_path / "other", workers=2, **ONE)
     whole = made(tmp_path / "other")
     assert whole.items() <= made(copied / ".nv-meta").items() and len(whole) == 3
 
