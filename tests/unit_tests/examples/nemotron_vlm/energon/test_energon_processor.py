@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations have the ids that the processor of Nemotron 3 Nano Omni gives in transformers."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,10 @@ from transformers import AutoTokenizer, ParakeetFeatureExtractor
 from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import (
     NemotronH_Omni_Reasoning_V3Processor,
 )
-from transformers.processing_utils import ImagesKwargs, VideosKwargs
+from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import (
+    NemotronH_Omni_Reasoning_V3VideoProcessor,
+)
+from transformers.processing_utils import ImagesKwargs
 
 from examples.mimo.nemotron_vlm.energon.conversation import AROUND, Chat
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder, read_files
@@ -82,23 +83,6 @@ class Images:
         return images
 
 
-class Videos:
-    """Stands in for the processor of videos in the same way; it takes three of a clip's frames."""
-
-    downsample_ratio, patch_size = 1 / CLIPS.pixel_shuffle, CLIPS.patch
-    model_input_names = ["pixel_values_videos"]
-    valid_kwargs = VideosKwargs
-
-    def __init__(self, fps: float):
-        self._metadata = SimpleNamespace(fps=fps or None, frames_indices=[0, 1, 3])
-
-    def __call__(self, videos, **_):
-        height, width = (CLIPS.patch * side for side in CLIPS.grid_of(*videos[0].shape[1:3]))
-        pixels = torch.empty(1, 2, 3 * CLIPS.tubelet, height, width)
-        given = {"num_frames": [3], "video_metadata": [self._metadata]}
-        return {"pixel_values_videos": pixels} | given
-
-
 @pytest.mark.parametrize(
     ("name", "fps"), [*((name, 0) for name in TALKS), ("clip", 2), ("clip", 6.3)]
 )
@@ -113,13 +97,23 @@ def test_ids_are_the_released_processors(tmp_path, monkeypatch, name, fps):
     made = AutoTokenizer.from_pretrained(byte_tokenizer(tmp_path, TEMPLATE, SPECIAL))
     released = NemotronH_Omni_Reasoning_V3Processor
     monkeypatch.setattr(released, "check_argument_for_proper_class", lambda *_: None)
-    processor = released(Images(), Videos(fps), made, ParakeetFeatureExtractor(16, 16000))
+    clips = NemotronH_Omni_Reasoning_V3VideoProcessor(
+        patch_size=CLIPS.patch,
+        temporal_patch_size=CLIPS.tubelet,
+        video_target_num_patches=CLIPS.patches,
+        norm_mean=[0.0] * 3,
+        norm_std=[1.0] * 3,
+    )
+    processor = released(Images(), clips, made, ParakeetFeatureExtractor(16, 16000))
     text = processor.apply_chat_template(
         messages, chat_template=TEMPLATE, tokenize=False, tools=tools
     )
     pixels = [Image.new("RGB", shape) for shape in shapes]
     videos = [np.zeros((FRAMES, 24, 32, 3), np.uint8)] if frames else None
-    wanted = processor(pixels, text, videos, sounds or None)["input_ids"][0]
+    metadata = [{"total_num_frames": FRAMES, "fps": fps or None}]
+    asked = {"num_frames": 3, "do_sample_frames": True, "video_metadata": metadata}
+    made = processor(pixels, text, videos, sounds or None, videos_kwargs=asked)
+    wanted = made["input_ids"][0]
 
     files = {f"{n}.png": image(*shape) for n, shape in enumerate(shapes)}
     files |= {f"{n}.wav": sound(samples) for n, samples in enumerate(sounds)}
