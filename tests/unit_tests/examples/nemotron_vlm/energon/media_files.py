@@ -140,3 +140,8 @@ SOUNDS = {
         (8000, 1, "WAV", "ULAW"),
     )
 }
+SOUNDS["WAV FLOAT, louder than the full scale"] = sound(np.linspace(-4, 4, 999), depth="FLOAT")
+_whole, _length = noise(), b"\xff" * 4
+SOUNDS["WAV from a pipe, without a length"] = b"".join(
+    [_whole[:4], _length, _whole[8:40], _length, _whole[44:]]
+)

@@ -30,7 +30,6 @@ from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Read
 from examples.mimo.nemotron_vlm.energon.errors import BadMedium
 from examples.mimo.nemotron_vlm.energon.images import Tiling, open_image
 from examples.mimo.nemotron_vlm.energon.records import Medium
-from examples.mimo.nemotron_vlm.energon.sounds import read_sound
 from examples.mimo.nemotron_vlm.energon.videos import Watching
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.model.patch_grids import grids_of, tubelets_of
@@ -42,10 +41,8 @@ from tests.unit_tests.examples.nemotron_vlm.energon.media_files import (
     SOUNDS,
     TRANSPARENT,
     mp4,
-    noise,
     oriented,
     saved,
-    sound,
 )
 
 TURNS = {"0": 0, "90": 3, "180": 2, "270": 1, "none": 0}
@@ -203,15 +200,6 @@ def test_greys_of_16_bits_may_be_transparent_and_turned():
     deep = Image.fromarray(np.array([[0, 300, 600]], np.uint16))
     found, _ = open_image(oriented("PNG", 6, deep, transparency=300))
     assert np.array(found)[..., 0].tolist() == [[0], [255], [2]]
-
-
-def test_sounds_may_be_louder_than_the_full_scale_or_come_from_a_pipe():
-    """A file from a pipe has no length."""
-    loud = sound(np.linspace(-4, 4, 999), depth="FLOAT")
-    assert read_sound(loud).abs().max() == 4
-    whole = noise()
-    endless = whole[:4] + b"\xff" * 4 + whole[8:40] + b"\xff" * 4 + whole[44:]
-    assert read_sound(endless).equal(read_sound(whole))
 
 
 def published_grid(width: int, height: int, tile: int, most: int) -> tuple[int, int]:
