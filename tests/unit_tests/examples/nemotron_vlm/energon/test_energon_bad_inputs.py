@@ -253,23 +253,27 @@ def test_strips_images_without_area_and_clips_of_unknown_speed_are_named(monkeyp
         READER.read([Medium(IMAGES, (b"",))])
 
 
+SOUND_SAID = "sound needs soundfile, soxr: pip install '.[sound]'"
+
+
 @pytest.mark.parametrize(
-    ("package", "media", "said"),
+    ("package", "media", "workers", "said"),
     [
-        ("soundfile", {"wav": noise()}, "sound needs soundfile, soxr: pip install '.[sound]'"),
-        ("soxr", {"wav": noise()}, "sound needs soundfile, soxr: pip install '.[sound]'"),
-        ("av", {"mp4": mp4()}, "MP4 needs PyAV: pip install '.[mp4]'"),
+        ("soundfile", {"wav": noise()}, "0", SOUND_SAID),
+        ("soundfile", {"wav": noise()}, "1", SOUND_SAID),
+        ("soxr", {"wav": noise()}, "0", SOUND_SAID),
+        ("av", {"mp4": mp4()}, "0", "MP4 needs PyAV: pip install '.[mp4]'"),
     ],
-    ids=["soundfile", "soxr", "av"],
+    ids=range(4),
 )
 def test_a_missing_package_ends_a_survey(
-    tmp_path, tokenizer, monkeypatch, capsys, package, media, said
+    tmp_path, tokenizer, monkeypatch, capsys, package, media, workers, said
 ):
+    """An error of a process of its own comes along with its traceback, whatever the package."""
     monkeypatch.delitem(sys.modules, package, raising=False)
     (tmp_path / f"{package}.py").write_text("raise ModuleNotFoundError")
     monkeypatch.syspath_prepend(tmp_path)
     make_shard(tmp_path, [with_media(**media)], CRUDE)
     words = [str(tmp_path), "--tokenizer-model", str(tokenizer), "--model", "tiny-omni"]
-    for workers in "01":
-        assert main([*words, "--dynamic-resolution", "--workers", workers]) == 2
-        assert capsys.readouterr().err.splitlines()[-1] == f"error: {said}"
+    assert main([*words, "--dynamic-resolution", "--workers", workers]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: {said}"
