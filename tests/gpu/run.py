@@ -55,6 +55,8 @@ PROGRAMS = ("tests/gpu/test_restarts.py", "tests/gpu/test_upstream_scripts.py")
 AHEAD = "tests/gpu/test_rows.py::test_two_gpus_run_ahead"
 IN_16_BITS = "tests/gpu/test_rows.py::test_two_gpus_in_16_bits"
 KERNELS = "tests/gpu/test_recurrence.py"
+WAITS = "tests/gpu/test_host_waits.py"
+ON_ONE = ("tests/gpu/test_attention.py", "tests/gpu/test_soak.py")
 UNITS = "tests/unit_tests"
 LOOP = f"{UNITS}/examples/nemotron_vlm/loop"
 REPLACED = (f"{UNITS}/ssm", f"{LOOP}/test_rows.py")
@@ -99,7 +101,7 @@ class Stage:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         launch = launch if self.ranks == 2 else []
         pytest = ["-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
-        elsewhere = (*PROGRAMS, AHEAD, IN_16_BITS, KERNELS)
+        elsewhere = (*PROGRAMS, AHEAD, IN_16_BITS, KERNELS, WAITS, *ON_ONE)
         others = [path for path in elsewhere if path not in self.paths]
         left_out = [f"--deselect={path}" for path in others]
         left_out += [f"--ignore={path}" for path in LEFT_OUT.get(self.paths[0], ())]
@@ -111,19 +113,21 @@ def lanes(ranks: int) -> list[list[Stage]]:
     """Return the lanes that run at the same time, with stages of at most ``ranks`` ranks.
 
     Lanes share GPUs: processes take turns on one, and a collective waits until both of its ranks
-    have their turn.
+    have their turn. The first lane begins with the runs on one GPU that other lanes wait for.
     """
     units = tuple(f"{UNITS}/{path}" for path in UNITS_OF_ONE)
+    others = Stage("attention, waits and memory", 1, (*ON_ONE, WAITS), first=ranks - 1)
     found = [
         [Stage("cases on one GPU", 1, (CASES,))],
-        [Stage("unit tests on one GPU", 1, units, first=ranks - 1)],
+        [Stage("unit tests on one GPU", 1, units, first=ranks - 1), others],
         [Stage(Path(path).stem, 1, (path,)) for path in PROGRAMS],
     ]
     if ranks == 2:
         ahead = Stage("cases that run ahead", 2, (AHEAD,))
-        found.append([Stage("cases on two GPUs", 2, (CASES,)), ahead])
+        kernels = Stage("recurrent kernels and waits on two GPUs", 2, (KERNELS, WAITS))
+        found.append([Stage("cases on two GPUs", 2, (CASES,))])
         found.append([Stage("16-bit cases on two GPUs", 2, (IN_16_BITS,))])
-        found.append([Stage("recurrent kernels on two GPUs", 2, (KERNELS,))])
+        found.append([kernels, ahead])
         found.append([Stage("unit tests on two GPUs", 2, (UNITS,))])
         found.append([Stage("unit tests of the loop on two GPUs", 2, (LOOP,))])
     return found

@@ -56,8 +56,6 @@ ON_TWO_GPUS = [
     Row(2, "engine", "dp=2", "pp=2", then=(("dp=1", "dp=1", APART),)),
     Row(2, "engine", options=APART, then=(("dp=2", "tp=2", ()),)),
     Row(2, "local", "dp=2", "cp=2", RECOMPUTE),
-    Row(2, "gated delta nets", "dp=2", "cp=2"),
-    Row(2, "gated delta nets", "dp=2", "tp=2"),
     Row(2, "partly text", "tp=2", "pp=2"),
     Row(2, "partly text", options=APART),
     Row(2, "partly text local", "dp=2", "cp=2"),
@@ -94,6 +92,8 @@ ON_TWO_GPUS = [
     Row(2, "bf16 two digits", "dp=2", "tp=2,ep=2,etp=1", GRAPHS),
     Row(2, "bf16 packed", "dp=2", "tp=2,ep=2,etp=1", GRAPHS),
     Row(2, "bf16 packed", "tp=2", "dp=2,ep=2", GRAPHS, ADAPTED_IN_16_BITS),
+    Row(2, "gated delta nets", "dp=2", "cp=2"),
+    Row(2, "gated delta nets", "dp=2", "tp=2"),
 ]
 
 AHEAD = [
