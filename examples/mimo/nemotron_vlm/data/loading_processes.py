@@ -101,7 +101,8 @@ def _samples(take: Take) -> set[int]:
 
 def _death(error: Exception) -> str | None:
     """Return PyTorch's line of a process's death, with the signal; None for another error."""
-    if not isinstance(error, RuntimeError):  # the process died before the rank had its batch
+    # The rank, or its thread that pins batches, may meet the process's end before PyTorch does.
+    if not str(error).startswith("DataLoader worker"):
         time.sleep(1)  # it may not be quite dead
         try:
             _error_if_any_worker_fails()

@@ -3,13 +3,16 @@
 """A loading process that dies or finds no room, and a sample that is read too early."""
 
 import os
+import queue
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import dataloader
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.loading_processes import read_ahead
@@ -29,13 +32,25 @@ def takes_of(samples: int) -> Iterator[SimpleNamespace]:
     return (SimpleNamespace(split="train", rows=[[n]], shares={}) for n in range(samples))
 
 
-def test_a_process_that_dies_ends_the_reading_in_a_line_that_names_its_sample():
+@pytest.mark.parametrize("thread", [False, True])
+def test_a_process_that_dies_ends_the_reading_in_a_line_that_names_its_sample(thread, monkeypatch):
+    """The thread that pins batches may meet the process's end first, and end as well."""
+
     class Deadly(Echo):
         def __getitem__(self, take: SimpleNamespace) -> int:
             if (number := super().__getitem__(take)) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             return number
 
+    def with_a_thread(batches) -> object:
+        asked = os.P_PID, batches._workers[0].pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while os.waitid(*asked) is None:  # is_alive() would take the news from PyTorch
+            with suppress(queue.Empty):
+                return batches._data_queue.get(timeout=0.1)
+        raise RuntimeError("Pin memory thread exited unexpectedly")
+
+    if thread:
+        monkeypatch.setattr(dataloader._MultiProcessingDataLoaderIter, "_get_data", with_a_thread)
     options = {"num_workers": 1, "prefetch_factor": 2, "multiprocessing_context": "fork"}
     *before, line = read_ahead(Deadly(), takes_of(12), **options)
     assert before == list(range(len(before))) and len(before) <= 3
