@@ -39,9 +39,6 @@ from megatron.core.transformer.lora import LoRA, is_adapter, scale_of
 ALL_LINEAR = "all-linear"
 """Word for all linear layers of a stack of layers."""
 
-AT_A_TIME = 2**24
-"""Elements of a base that are summed up at once."""
-
 VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 """Ends of names of tensors with a row for each word, and rows of padding after them."""
 
@@ -211,20 +208,20 @@ def checksum(part: ShardedTensor, words: int) -> torch.Tensor:
     """
     key = part.key.replace(".module.", ".")  # DDP's, or none
     first = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
-    total = torch.zeros(1, dtype=torch.int64, device=part.data.device)
-    rows, axes = max(1, AT_A_TIME * len(part.data) // part.data.numel()), part.prepend_axis_num
-    data = part.data
+    axes, data = part.prepend_axis_num, part.data
     if key.endswith(VOCABULARY):
         data = data[: max(0, words - part.global_offset[axes])]
-    for row in range(0, len(data), rows):
-        own, place = data[row : row + rows], torch.zeros_like(total[0])
-        starts = [*part.global_offset]
-        starts[axes] += row
-        for axis, (start, size) in enumerate(zip(starts, part.global_shape, strict=True)):
-            place = place * size + start
-            if axis >= axes:
-                count = own.shape[axis - axes]
-                place = place.unsqueeze(-1) + torch.arange(count, device=place.device)
-        bits = own.to(torch.bfloat16).view(torch.int16).long()
-        total += (bits * (place * FACTOR + first)).sum()
-    return total
+    sums, step = data.to(torch.bfloat16).view(torch.int16).unsqueeze(0), 1
+    total = torch.zeros(1, dtype=torch.int64, device=data.device)
+    # A place adds up over the axes: so it is enough to add up the bits along each, from the last.
+    for axis in reversed(range(len(part.global_shape))):
+        here, places = sums, torch.tensor(part.global_offset[axis], device=data.device)
+        if axis >= axes:
+            here, sums = (
+                sums.flatten(0, -2).sum(0, dtype=torch.int64),
+                sums.sum(-1, dtype=torch.int64),
+            )
+            places = places + torch.arange(len(here), device=data.device)
+        total += (here * places * step).sum()
+        step *= part.global_shape[axis]
+    return total * FACTOR + sums * first
