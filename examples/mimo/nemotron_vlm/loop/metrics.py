@@ -4,6 +4,7 @@
 
 import contextlib
 import functools
+import gc
 import inspect
 import json
 import math
@@ -61,18 +62,40 @@ def observed(
     Args:
         note: called with each record, on the last rank, which has the loss.
     """
-    if args.rank < args.world_size - 1:
+    with contextlib.ExitStack() as stack:
+        stack.callback(gc.unfreeze)
+        stack.enter_context(replaced(training, train_step=_first_kept(training.train_step)))
+        if args.rank == args.world_size - 1:
+            watch = stack.enter_context(closing(_Watch(args, loading, note)))
+            save = training.save_checkpoint_and_time
+            watched = replaced(
+                training,
+                train_step=_watched(training.train_step, watch.train_step),
+                evaluate=_watched(training.evaluate, watch.evaluate),
+                save_checkpoint_and_time=_watched(save, watch.save_checkpoint),
+            )
+            stack.enter_context(watched)
         yield
-        return
-    watch = _Watch(args, loading, note)
-    watched = replaced(
-        training,
-        train_step=_watched(training.train_step, watch.train_step),
-        evaluate=_watched(training.evaluate, watch.evaluate),
-        save_checkpoint_and_time=_watched(training.save_checkpoint_and_time, watch.save_checkpoint),
-    )
-    with watched, closing(watch):
-        yield
+
+
+def _first_kept(train_step: Callable) -> Callable:
+    """Wrap ``train_step``: what there is after the first one, the garbage collector leaves alone.
+
+    It would look through a million objects again and again, for a second, while other ranks wait.
+    """
+    is_kept = False
+
+    @functools.wraps(train_step)
+    def wrapped(*arguments, **named):
+        nonlocal is_kept
+        result = train_step(*arguments, **named)
+        if not is_kept:
+            gc.collect()
+            gc.freeze()
+            is_kept = True
+        return result
+
+    return wrapped
 
 
 def _watched(function: Callable, watch: Callable[[Callable, dict], object]) -> Callable:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run tells its steps in records, on boards and in the terminal's lines."""
 
+import gc
 import io
 import json
 import resource
@@ -53,6 +54,7 @@ class TestMetrics:
         with session_of(options_of(*ONE_MICROBATCH, *run, "--save-interval", "1")) as session:
 
             def observe_save(*arguments, **named):
+                assert gc.get_freeze_count(), "the garbage collector looks through everything"
                 at_saves.append([record["step"] for record in read_metrics(path)])
                 time.sleep(0.5)
                 return save(*arguments, **named)
@@ -62,6 +64,7 @@ class TestMetrics:
             before = {name: str(value) for name, value in vars(args).items()}
             with replaced(training, save_checkpoint=observe_save):
                 train(session, records.append)
+            assert not gc.get_freeze_count()
             after = {name: str(value) for name, value in vars(args).items()}
             assert {n for n in after if after[n] != before.get(n)} <= WRITTEN_BY_MEGATRON
             step = args.global_batch_size * args.seq_length
