@@ -225,7 +225,7 @@ def test_goes_on_in_another_precision(before, after, sizes, shared_path, capsys)
 
 
 @on_one_and_two_gpus("tp=2,ep=2,etp=1")
-def test_adapters_learn_on_a_base_in_fp8(layout):
+def test_adapters_learn_on_a_base_in_fp8(layout, record_property):
     options = (*ENGINE, "--bf16", "--micro-batch-size", "8", *ADAPTED_IN_16_BITS, *layout)
 
     def records(*more: str) -> list[dict]:
@@ -233,10 +233,12 @@ def test_adapters_learn_on_a_base_in_fp8(layout):
             return [run.train_step() for _ in range(4)]
 
     expected, found = records(), records(*FP8_ALL)
+    allowed = {"loss": 2 * MOST, "grad_norm": 0.1}
+    pairs = list(zip(found, expected, strict=True))
+    apart = {k: [abs(own[k] / other[k] - 1) for own, other in pairs] for k in allowed}
+    record_property("found", apart)
     assert found[0]["loss"] != expected[0]["loss"]
-    for own, other in zip(found, expected, strict=True):
-        assert own["loss"] == pytest.approx(other["loss"], rel=2 * MOST)
-        assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.1)
+    assert all(max(apart[k]) <= most for k, most in allowed.items()), apart
     assert found[-1]["loss"] < found[0]["loss"]
 
 
