@@ -12,6 +12,7 @@ Windows differ in their number of rows, so a checkpoint has the rows before its 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -70,6 +71,9 @@ class Rows:
         self._seed, self._first = seed, start[0]
         self._before = [start[1]]  # rows before each window, from the first one on
         self._window: tuple[int, list[list[int]]] = (-1, [])
+        # A window has the rows of many steps.
+        self._costs = lru_cache(maxsize=4)(source.costs)
+        self._inputs = lru_cache(maxsize=8)(self._read_inputs)
 
     def samples(self, first: int, count: int) -> list[list[int]]:
         """Return the sample numbers of each row from ``first`` to ``first + count - 1``."""
@@ -83,24 +87,36 @@ class Rows:
 
     def tokens(self, samples: list[list[int]]) -> list[np.ndarray]:
         """Return the tokens of each sample, int64 [samples] for each row."""
-        low, high = _bounds(samples)
-        known = self.source.costs(self.split, low, high - low)[:, 0]
+        low, high = self._bounds(samples)
+        known = self._costs(self.split, low, high - low)[:, 0]
         return [known[np.array(row) - low] for row in samples]
 
     def inputs(self, samples: list[list[int]], encoder: Encoder, width: int) -> list[np.ndarray]:
         """Return an encoder's inputs in each row, int64 [inputs, 5]: columns `SAMPLE` to `SIZE`."""
-        low, high = _bounds(samples)
+        low, high = self._bounds(samples)
+        ends, known = self._inputs(low, high, encoder, width)
+        return [
+            np.concatenate([known[ends[n - low] : ends[n - low + 1]] for n in row])
+            for row in samples
+        ]
+
+    def _read_inputs(
+        self, low: int, high: int, encoder: Encoder, width: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return an encoder's inputs of samples ``low`` to ``high - 1``, and the end of each's."""
         sizes = self.source.sizes(self.split, low, high - low, encoder.name)
         flat = np.concatenate(sizes)
         ends = np.cumsum([0, *map(len, sizes)])
         number = np.repeat(np.arange(low, high), np.diff(ends))
         place = np.arange(len(flat)) - np.repeat(ends[:-1], np.diff(ends))
         known = [number, place, encoder.rows(flat), encoder.operations(flat, width), flat]
-        known = np.stack(known, axis=1)
-        return [
-            np.concatenate([known[ends[n - low] : ends[n - low + 1]] for n in row])
-            for row in samples
-        ]
+        return ends, np.stack(known, axis=1)
+
+    def _bounds(self, samples: list[list[int]]) -> tuple[int, int]:
+        """Return the bounds of whole windows, or of the samples without them."""
+        flat = [number for row in samples for number in row]
+        window = self.packing.window if self.packing else 1
+        return min(flat) // window * window, (max(flat) // window + 1) * window
 
     def first(self) -> list[list[int]]:
         """Return the sample numbers of the first rows, which stand for all."""
@@ -117,16 +133,11 @@ class Rows:
     def _packed(self, window: int) -> list[list[int]]:
         if self._window[0] != window:
             first = window * self.packing.window
-            tokens = self.source.costs(self.split, first, self.packing.window)[:, 0]
+            tokens = self._costs(self.split, first, self.packing.window)[:, 0]
             rows = best_fit(self.packing.padded(tokens).tolist(), self.seq_length)
             order = np.random.default_rng([self._seed, window]).permutation(len(rows))
             self._window = window, [[first + i for i in rows[place]] for place in order]
         return self._window[1]
-
-
-def _bounds(samples: list[list[int]]) -> tuple[int, int]:
-    flat = [number for row in samples for number in row]
-    return min(flat), max(flat) + 1
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:

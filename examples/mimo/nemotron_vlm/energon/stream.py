@@ -107,9 +107,11 @@ class Stream:
 
     def sizes(self, numbers: np.ndarray, encoder: str) -> list[np.ndarray]:
         """Return the sizes of an encoder's inputs of each sample by number, int64."""
-        sizes = []
-        for place, drawn in zip(*self.order.locate(numbers), strict=True):
-            numbered = self._numbered[place]
-            extents = numbered.survey.extents(numbered.indices(drawn), encoder)
-            sizes.append(np.array([extent.size for extent in extents], np.int64))
+        sizes: list[np.ndarray] = [None] * len(numbers)
+        places, drawn = self.order.locate(numbers)
+        for place, numbered in enumerate(self._numbered):
+            here = np.flatnonzero(places == place)
+            found = numbered.survey.sizes(numbered.indices(drawn[here]), encoder)
+            for number, each in zip(here, found, strict=True):
+                sizes[number] = each
         return sizes

@@ -109,9 +109,19 @@ class Survey:
         kinds = [KINDS.index(kind) for kind in KINDS_OF[encoder]] if encoder else range(len(KINDS))
         return [(Extent(*of), crc) for kind, *of, crc in media.tolist() if kind in kinds]
 
-    def extents(self, index: int, encoder: str | None = None) -> list[Extent]:
-        """Return the extents of a sample's media, or of an encoder's."""
-        return [extent for extent, _ in self.media_of(index, encoder)]
+    def extents(self, index: int) -> list[Extent]:
+        """Return the extents of a sample's media."""
+        return [extent for extent, _ in self.media_of(index)]
+
+    def sizes(self, indices: np.ndarray, encoder: str) -> list[np.ndarray]:
+        """Return the sizes of an encoder's media of each sample, int64."""
+        ends = self.media_ends[indices]
+        counts = ends - np.where(indices, self.media_ends[indices - 1], 0)
+        last = np.cumsum(counts)
+        media = self.media[np.repeat(ends - last, counts) + np.arange(counts.sum())]
+        own = np.isin(media["kind"], [KINDS.index(kind) for kind in KINDS_OF[encoder]])
+        before = np.cumsum([0, *own])
+        return np.split(media["size"][own], before[last[:-1]])
 
     def count(self, indices: np.ndarray, kind: str) -> int:
         """Return the number of media of a kind in samples."""
