@@ -55,6 +55,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 KERNEL = 3
 """Side of the kernels that halve the frames."""
 
+FINENESS = 3
+"""Binary digits of the lengths to which sounds are padded: four lengths in an octave."""
+
 
 @dataclass(frozen=True)
 class Sound(Encoder):
@@ -276,6 +279,9 @@ class SoundEncoder(MegatronModule):
             frames = frames.new_zeros(lengths[0], frames.size(1))
         sounds = frames.to(self.config.params_dtype).split(lengths.tolist())
         padded = pad_sequence(sounds, batch_first=True)
+        # cuDNN looks for kernels anew for each length, for 80 ms in all: there are few lengths.
+        step = 1 << max(padded.size(1).bit_length() - FINENESS, 0)
+        padded = F.pad(padded, (0, 0, 0, -padded.size(1) % step))
         counts = copied_to(frames.device, torch.from_numpy(lengths))[:, None]
         places = torch.arange(padded.size(1), device=frames.device)
         firsts = places[:: self.factor]  # a row comes from so many frames

@@ -118,9 +118,10 @@ def test_parts_of_one_encoder_or_of_all_have_their_own_settings(options, still):
 
 SIZES = {
     IMAGES: [[(16, 16)], [(16, 48)], [(2, 16, 16)], [(3, 24, 16)], [(16, 16), (2, 40, 8)]],
-    SOUND.name: [[8000], [80000], [32000, 32000]],
+    SOUND.name: [[8000], [80000], [35000, 35000]],
 }
-"""Height and width of images, also of clips after their frames; samples of sounds."""
+"""Height and width of images, also of clips after their frames; samples of sounds, which fill the
+rows to which they are padded."""
 
 
 def made(entry: Encoder, shapes: list) -> tuple[np.ndarray, Sequence[torch.Tensor]]:
