@@ -250,6 +250,9 @@ class SoundEncoder(MegatronModule):
     The host has the sounds' lengths, so no forward waits for the device.
     """
 
+    has_few_inputs = True
+    """See `EncoderStage.runs_on_every_rank`."""
+
     def __init__(
         self, config: TransformerConfig, sizes: Sound, groups: ProcessGroupCollection
     ) -> None:

@@ -32,17 +32,22 @@ class EncoderStage(VisionModalitySubmodules):
     share_embeddings_and_output_weights = False
     """Megatron's gradient finalization reads it on a pipeline's first and last stage."""
 
-    runs_on_every_rank = True
-    """Without an input, the stage encodes a blank one and drops its rows. So every parameter gets a
-    gradient of zero, this rank takes part in its peers' collectives in the backward, and gradient
-    reductions overlap the backward."""
-
     @property
     def skips_blank(self) -> bool:
         """Whether a rank may skip a blank input where its peers wait for nothing: in FP8, they
         reduce the scales of each forward.
         """
         return not any(encoder.config.fp8 for encoder in self.encoders.values())
+
+    @property
+    def runs_on_every_rank(self) -> bool:
+        """Whether the stage, without an input, encodes a blank one at a step's ends, and drops its
+        rows. Then every parameter gets a gradient of zero, this rank takes part in its peers'
+        collectives, and gradient reductions overlap the backward. For an encoder of inputs that few
+        samples have, the blank ones would take longer than the reductions.
+        """
+        has_few = any(getattr(each, "has_few_inputs", False) for each in self.encoders.values())
+        return not (has_few and self.skips_blank)
 
     @property
     def pre_process(self) -> bool:

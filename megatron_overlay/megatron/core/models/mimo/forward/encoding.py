@@ -6,7 +6,7 @@ Both steps take one or more microbatches, which the language model then consumes
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ def encode(
     model: MegatronModule,
     shares: Sequence[ModalityInputs | None],
     recompute: int | None = None,
-    skips_blank: bool = False,
+    skipped: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Run every modality's encoders on this rank's part of the batch, the last modality's first.
 
@@ -39,7 +39,7 @@ def encode(
         shares: inputs in batch order; tensors and arrays are concatenated along the first dim.
         recompute: keep no activations; in the backward run the encoders again, this many shares at
             a time. ``None`` keeps them.
-        skips_blank: run no encoder that has no input here, if it allows this.
+        skipped: modalities that are not run where they have no input.
 
     Returns:
         Rows ``[rows, H]`` by modality, for a bridge in the dtype of the language model's
@@ -56,12 +56,12 @@ def encode(
     for name, submodule in reversed(model.modality_submodules.items()):
         trained = any(p.requires_grad for p in submodule.parameters())
         bridged = (name, MIMO_LANGUAGE_MODULE_KEY) in model.colocated_comms
-        skips = skips_blank and getattr(unwrap_model(submodule), "skips_blank", False)
         with _own_random_states(model, name):
             parts = [
                 _encode_part(submodule, inputs[name], bool(recompute) and trained)
                 for inputs in merged
-                if inputs.get(name) is not None and not (skips and _is_empty(inputs[name]))
+                if inputs.get(name) is not None
+                and not (name in skipped and _is_empty(inputs[name]))
             ]
         parts = [part for part in parts if part is not None]
         if not parts and not bridged:

@@ -9,6 +9,8 @@ the gradients of the whole macro-batch, it crosses the bridge back and the encod
 backward.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ class MacroBatch:
 
     Args:
         microbatches: its microbatches, which are changed.
-        recompute, skips_blank: as :func:`encode` takes them.
+        recompute, skipped: as :func:`encode` takes them.
     """
 
     def __init__(
@@ -39,12 +41,12 @@ class MacroBatch:
         model: MimoModel,
         microbatches: list[Microbatch],
         recompute: int | None,
-        skips_blank: bool = False,
+        skipped: Collection[str] = (),
     ) -> None:
         self.microbatches, self._model = microbatches, model
         shares, plans = take_inputs(microbatches)
         input_ids = [microbatch["input_ids"] for microbatch in microbatches]
-        self._made = encode(model, shares, recompute, skips_blank)
+        self._made = encode(model, shares, recompute, skipped)
         self._counts: dict[str, list[int]] = {}
         self._routes: dict[str, tuple[Route, Route] | None] = {}
         self._moving: dict[str, Moving] = {}
