@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.data.digits import DigitStrips
-from examples.mimo.nemotron_vlm.data.mock import MockStrips
+from examples.mimo.nemotron_vlm.data.digits import DigitStrips, MockStrips
 from examples.mimo.nemotron_vlm.data.own_source import build, parameters_of
 from examples.mimo.nemotron_vlm.data.sample import DigitTask, SampleSource
 from examples.mimo.nemotron_vlm.data.whole_images import WholeImages, most_rows

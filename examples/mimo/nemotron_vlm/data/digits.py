@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scikit-learn's handwritten digits (real 8×8 scans of the UCI test set) as a reading task.
 
-A sample is a strip of digits, one image tile each, with the digits as the answer to read.
+A sample is a strip of digits, one image tile each, with the digits as the answer to read. For tests
+of speed and shapes at any model size, `MockStrips` have random pixels and answers.
 """
 
 import functools
@@ -13,15 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from examples.mimo.nemotron_vlm.data.sample import (
-    DigitTask,
-    Question,
-    Text,
-    most_tiles,
-    png,
-    reading_length,
-    reading_task,
-)
+from examples.mimo.nemotron_vlm.data.sample import DigitTask, Question, Text, png, reading_task
 
 TEST_EVERY = 5
 """Every fifth scan is held out for the test split."""
@@ -42,7 +35,33 @@ def load_scans() -> tuple[np.ndarray, np.ndarray]:
     return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int64)
 
 
-class DigitStrips(DigitTask):
+class Strips(DigitTask):
+    """Samples with a digit of the answer for each tile; subclasses draw both.
+
+    Attribute ``most``: tiles, with their digits, that fit the sequence length, or 1.
+    """
+
+    def __init__(self, tokens_per_tile: int, seq_length: int, seed: int) -> None:
+        self._tokens_per_tile = tokens_per_tile
+        self._seq_length = seq_length
+        self._seed = seed
+        self.most = max(1, (seq_length - 2) // (tokens_per_tile + 1))
+
+    def answer(self, split: str, number: int) -> list[int]:
+        """Return the digits of a sample."""
+        raise NotImplementedError
+
+    def text(self, split: str, number: int) -> Text:
+        answer = self.answer(split, number)
+        return reading_task(len(answer) * self._tokens_per_tile, answer, self._seq_length)
+
+    def costs(self, split: str, first: int, count: int) -> np.ndarray:
+        tiles = [len(self.answer(split, number)) for number in range(first, first + count)]
+        tiles = np.array(tiles, dtype=np.int64)
+        return np.stack([2 + tiles * (self._tokens_per_tile + 1), tiles], axis=1)
+
+
+class DigitStrips(Strips):
     """Strips of one to `MOST_DIGITS` tiles drawn from scikit-learn's digits.
 
     Args:
@@ -62,6 +81,7 @@ class DigitStrips(DigitTask):
     ) -> None:
         if tile % 8:
             raise ValueError(f"a tile of {tile} pixels is not a multiple of the scans' 8")
+        super().__init__(tokens_per_tile, seq_length, seed)
         scans, digits_of = load_scans()
         images = torch.from_numpy(scans).float() * (255 / 16)
         images = F.interpolate(images[:, None], size=(tile, tile), mode="bilinear").byte()
@@ -70,10 +90,7 @@ class DigitStrips(DigitTask):
             "train": (images[~held_out], digits_of[~held_out.numpy()]),
             "test": (images[held_out], digits_of[held_out.numpy()]),
         }
-        self._tokens_per_tile = tokens_per_tile
-        self._seq_length = seq_length
-        self._seed = seed
-        most = max(1, min(MOST_DIGITS, most_tiles(tokens_per_tile, seq_length)))
+        most = min(MOST_DIGITS, self.most)
         self._fewest, self._most = (1, most) if digits is None else (digits, digits)
         self.fingerprint = f"digits of {tile} pixels, seed {seed}"
         if digits is not None:
@@ -81,10 +98,8 @@ class DigitStrips(DigitTask):
         elif most < MOST_DIGITS:
             self.fingerprint += f", at most {most} a strip"
 
-    def text(self, split: str, number: int) -> Text:
-        targets = self._splits[split][1]
-        answer = [int(targets[i]) for i in self._chosen(split, number)]
-        return reading_task(len(answer), answer, self._tokens_per_tile, self._seq_length)
+    def answer(self, split: str, number: int) -> list[int]:
+        return self._splits[split][1][self._chosen(split, number)].tolist()
 
     def tiles(self, split: str, number: int) -> torch.Tensor:
         tiles = self._splits[split][0][self._chosen(split, number)]
@@ -97,16 +112,27 @@ class DigitStrips(DigitTask):
 
     def question(self, split: str, number: int) -> Question:
         strip = png(torch.cat([*self.tiles(split, number)], -1))
-        answer = " ".join(str(int(self._splits[split][1][n])) for n in self._chosen(split, number))
+        answer = " ".join(map(str, self.answer(split, number)))
         return Question("read", [("image", {"strip.png": strip})], answer=answer)
-
-    def costs(self, split: str, first: int, count: int) -> np.ndarray:
-        sizes = (len(self._chosen(split, n)) for n in range(first, first + count))
-        return np.array(
-            [(reading_length(n, self._tokens_per_tile), n) for n in sizes], dtype=np.int64
-        ).reshape(count, 2)
 
     def _chosen(self, split: str, number: int) -> np.ndarray:
         draw = np.random.default_rng([self._seed, split == "test", number])
         scans = len(self._splits[split][1])
         return draw.integers(scans, size=draw.integers(self._fewest, self._most + 1))
+
+
+class MockStrips(Strips):
+    """Samples with as many tiles as the sequence length holds; nothing can be learnt from them."""
+
+    def __init__(self, tile: int, tokens_per_tile: int, seq_length: int, seed: int) -> None:
+        super().__init__(tokens_per_tile, seq_length, seed)
+        self._shape = (self.most, 3, tile, tile)
+        self.fingerprint = f"mock of {self._shape}, seed {seed}"
+
+    def answer(self, split: str, number: int) -> list[int]:
+        draw = np.random.default_rng([self._seed, split == "test", number, 1])
+        return draw.integers(10, size=self.most).tolist()
+
+    def tiles(self, split: str, number: int) -> torch.Tensor:
+        draw = np.random.default_rng([self._seed, split == "test", number])
+        return torch.from_numpy(draw.integers(256, size=self._shape, dtype=np.uint8))

@@ -138,17 +138,7 @@ def png(picture: torch.Tensor) -> bytes:
     return file.getvalue()
 
 
-def most_tiles(tokens_per_tile: int, seq_length: int) -> int:
-    """Return how many tiles, with a digit of the answer each, a `reading_task` may have."""
-    return (seq_length - 2) // (tokens_per_tile + 1)
-
-
-def reading_length(tiles: int, tokens_per_tile: int) -> int:
-    """Return the tokens of a `reading_task` with ``tiles`` tiles and as many digits."""
-    return 2 + tiles * (tokens_per_tile + 1)
-
-
-def reading_task(tiles: int, answer: list[int], tokens_per_tile: int, seq_length: int) -> Text:
+def reading_task(image_tokens: int, answer: list[int], seq_length: int) -> Text:
     """Write the sequence BOS, image tokens, READ, answer digits, EOS; the loss is on the last two.
 
     Args:
@@ -157,7 +147,7 @@ def reading_task(tiles: int, answer: list[int], tokens_per_tile: int, seq_length
     Raises:
         ValueError: the sample is longer; nothing is ever cut off.
     """
-    prompt = [BOS] + [IMAGE] * (tiles * tokens_per_tile) + [READ]
+    prompt = [BOS] + [IMAGE] * image_tokens + [READ]
     ids = torch.tensor(prompt + [FIRST_DIGIT + digit for digit in answer] + [EOS])
     if len(ids) - 1 > seq_length:
         raise ValueError(f"{len(ids) - 1} tokens do not fit a sequence length of {seq_length}")

@@ -82,7 +82,7 @@ class WholeImages(DigitTask):
         rows = int(self._images.rows(self._sizes(split, number)).sum())
         _, labels, mask = (part.numpy() for part in self._tiles.text(split, number))
         answer = (labels[mask > 0][:-1] - FIRST_DIGIT).tolist()
-        return reading_task(rows, answer, 1, self._seq_length)
+        return reading_task(rows, answer, self._seq_length)
 
     def tiles(self, split: str, number: int) -> torch.Tensor:
         """See `SampleSource`: the other source's, which a report shows."""
