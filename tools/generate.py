@@ -61,8 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _answer(options: Namespace) -> None:
     from conversion.their_model import Conversation
-    from examples.mimo.common.errors import UserError
-    from examples.mimo.nemotron_vlm.energon.errors import one_line
+    from examples.mimo.common.errors import UserError, one_line
 
     draws = {name: each for name in DRAWS if (each := getattr(options, name)) is not None}
     how = {"max_new_tokens": options.max_tokens, "seed": options.seed}

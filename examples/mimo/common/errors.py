@@ -50,6 +50,12 @@ class UserError(Exception):
         self.rank = rank
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error's message as one line; its type if it has none."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line.encode(errors="backslashreplace").decode()  # half a character cannot be printed
+
+
 def end_rank(error: Exception | SystemExit) -> int:
     """Report the error that ends this rank, and return the exit code.
 

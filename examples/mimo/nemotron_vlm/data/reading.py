@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset
 
+from examples.mimo.common.errors import one_line
 from examples.mimo.common.steps import Microbatch
 from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
@@ -64,7 +65,7 @@ class Reader(Dataset):
         try:
             return self._read(take)
         except (ValueError, OSError) as error:  # raised here, it would come with a traceback
-            return " ".join(str(error).split())
+            return one_line(error)
 
     def _read(self, take: Take) -> Microbatch:
         shares = [(each, take.shares[each.name]) for each in self.encoders]

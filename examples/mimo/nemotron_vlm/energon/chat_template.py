@@ -13,7 +13,8 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from examples.mimo.nemotron_vlm.energon.errors import BadConversation, one_line
+from examples.mimo.common.errors import one_line
+from examples.mimo.nemotron_vlm.energon.errors import BadConversation
 
 Message = Mapping[str, Any]
 

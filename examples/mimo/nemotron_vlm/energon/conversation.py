@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from examples.mimo.common.errors import one_line
 from examples.mimo.nemotron_vlm.energon.chat_template import DEFAULT_TEMPLATE, ChatTemplate
-from examples.mimo.nemotron_vlm.energon.errors import BadConversation, one_line
+from examples.mimo.nemotron_vlm.energon.errors import BadConversation
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 
 VIDEO = "video"

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from examples.mimo.common.errors import one_line
 from examples.mimo.nemotron_vlm.data.sample import Text
 from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS, VIDEO, Chat
@@ -17,7 +18,6 @@ from examples.mimo.nemotron_vlm.energon.errors import (
     BadConversation,
     BadMedium,
     MissingPackage,
-    one_line,
 )
 from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling, open_image
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT, Medium, Record

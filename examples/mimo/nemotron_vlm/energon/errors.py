@@ -42,9 +42,3 @@ class MissingPackage(OSError):
 
 
 UNUSABLE = BadConversation, BadMedium, BadShard, Excluded
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error's message as one line; its type if it has none."""
-    line = " ".join(str(error).split()) or type(error).__name__
-    return line.encode(errors="backslashreplace").decode()  # half a character cannot be printed

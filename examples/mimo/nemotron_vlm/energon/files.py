@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from examples.mimo.common.errors import one_line
 from examples.mimo.nemotron_vlm.data import SUFFIXES
-from examples.mimo.nemotron_vlm.energon.errors import BadConversation, Unreadable, one_line
+from examples.mimo.nemotron_vlm.energon.errors import BadConversation, Unreadable
 from examples.mimo.nemotron_vlm.energon.record_files import open_file
 from examples.mimo.nemotron_vlm.energon.records import (
     ITEMS,

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from examples.mimo.nemotron_vlm.energon.errors import BadShard, MissingPackage, one_line
+from examples.mimo.common.errors import one_line
+from examples.mimo.nemotron_vlm.energon.errors import BadShard, MissingPackage
 from examples.mimo.nemotron_vlm.energon.records import decode_text
 
 OPEN_GROUPS = 4

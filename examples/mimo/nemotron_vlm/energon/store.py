@@ -11,12 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from examples.mimo.common.errors import one_line
 from examples.mimo.nemotron_vlm.energon.errors import (
     BadConversation,
     BadShard,
     Excluded,
     Unreadable,
-    one_line,
 )
 from examples.mimo.nemotron_vlm.energon.records import (
     KINDS,

@@ -27,13 +27,13 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+from examples.mimo.common.errors import one_line
 from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder, read_files
 from examples.mimo.nemotron_vlm.energon.errors import (
     UNUSABLE,
     BadConversation,
     Excluded,
-    one_line,
 )
 from examples.mimo.nemotron_vlm.energon.records import kind_of
 from examples.mimo.nemotron_vlm.energon.store import DataSet

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.energon.errors import BadMedium, MissingPackage, one_line
+from examples.mimo.common.errors import one_line
+from examples.mimo.nemotron_vlm.energon.errors import BadMedium, MissingPackage
 from examples.mimo.nemotron_vlm.energon.images import LONGEST, open_image
 from examples.mimo.nemotron_vlm.model.clip_grids import ClipGrids, sampled_frames
 

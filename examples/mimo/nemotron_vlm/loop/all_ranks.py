@@ -6,7 +6,11 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from examples.mimo.common.errors import one_line
 from megatron.core.dist_checkpointing.first_rank import RAISED
+
+LONGEST = 300
+"""Characters of an error that all ranks learn."""
 
 
 def on_all_ranks(function: Callable[[], object]) -> tuple[list, list[str]]:
@@ -15,12 +19,7 @@ def on_all_ranks(function: Callable[[], object]) -> tuple[list, list[str]]:
     try:
         result = function()
     except RAISED as raised:  # whatever is in a damaged file
-        error = f"rank {dist.get_rank()}: {one_line(raised)}"
+        error = f"rank {dist.get_rank()}: {one_line(raised)[:LONGEST]}"
     everywhere: list = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (result, error))
     return [value for value, _ in everywhere], [error for _, error in everywhere if error]
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error's text as one line, cut off where it is long."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:300]

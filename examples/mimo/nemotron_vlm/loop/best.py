@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.loop.all_ranks import one_line
+from examples.mimo.common.errors import UserError, one_line
 from examples.mimo.nemotron_vlm.loop.terminal import say
 from megatron.core.dist_checkpointing.first_rank import whole_file
 

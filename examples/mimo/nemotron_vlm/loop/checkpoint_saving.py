@@ -14,8 +14,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks, one_line
+from examples.mimo.common.errors import UserError, one_line
+from examples.mimo.nemotron_vlm.loop.all_ranks import LONGEST, on_all_ranks
 from examples.mimo.nemotron_vlm.loop.best import Best
 from examples.mimo.nemotron_vlm.loop.forward_step import SCORES
 from examples.mimo.nemotron_vlm.loop.terminal import say
@@ -218,10 +218,10 @@ def _try_to_write(directory: Path) -> None:
 def _cause(error: CheckpointException | CheckpointingException) -> str:
     """Return the reason; collective, as PyTorch tells it to the first rank alone."""
     no_result = "results_queue should not be empty"
-    said = [one_line(error)]
+    said = [one_line(error)[:LONGEST]]
     if isinstance(error, CheckpointException):
         for rank, (cause, _) in list(error.failures.items())[:1]:
-            text = one_line(cause)
+            text = one_line(cause)[:LONGEST]
             said = [f"rank {rank}: {text.replace(no_result, 'its writing process has ended')}"]
         dist.broadcast_object_list(said)
     return said[0]

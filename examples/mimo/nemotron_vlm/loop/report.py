@@ -4,8 +4,8 @@
 
 from argparse import Namespace
 
+from examples.mimo.common.errors import one_line
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
-from examples.mimo.nemotron_vlm.loop.all_ranks import one_line
 from examples.mimo.nemotron_vlm.loop.forward_step import Answers
 from examples.mimo.nemotron_vlm.loop.metrics import numbers_of, read_metrics
 from examples.mimo.nemotron_vlm.loop.page import Shown, write_page
