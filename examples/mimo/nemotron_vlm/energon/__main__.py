@@ -63,9 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
                 print(error)
                 continue
             for dataset in datasets:
-                if given.again or load_survey(dataset, encoder, given.surveys) is None:
-                    make_survey(dataset, encoder, given.surveys, given.workers, given.again)
-                survey = load_survey(dataset, encoder, given.surveys)
+                survey = None if given.again else load_survey(dataset, encoder, given.surveys)
+                survey = survey or make_survey(
+                    dataset, encoder, given.surveys, given.workers, given.again
+                )
                 print(describe(dataset, survey, part, given, encoder))
     except (UserError, ValueError, OSError) as error:
         # A process of its own sends its traceback along; some errors have no text.

@@ -217,18 +217,15 @@ class EnergonSource(SampleSource):
 
     def _survey(self, dataset: DataSet) -> Survey | None:
         """Load a survey; make it for a small file of records, on the first rank that comes."""
-        survey = load_survey(dataset, self._encoder, self._surveys)
+        known = dataset, self._encoder, self._surveys
+        survey = load_survey(*known)
         if survey or not isinstance(dataset, FileSet) or dataset.ends[-1] > SMALL:
             return survey
         folder = self._surveys or dataset.path / MAIN_FOLDER_NAME
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "surveying.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the end of the process frees it, too
-            survey = load_survey(dataset, self._encoder, self._surveys)
-            if survey is None:
-                make_survey(dataset, self._encoder, self._surveys)
-                survey = load_survey(dataset, self._encoder, self._surveys)
-        return survey
+            return load_survey(*known) or make_survey(*known)
 
     def _refuse(
         self, part: str, pairs: list[tuple[DataSet, Survey]], count: int, kind: str

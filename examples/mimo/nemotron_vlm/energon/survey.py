@@ -199,8 +199,8 @@ def make_survey(
     folder: Path | None = None,
     workers: int = 0,
     again: bool = False,
-) -> None:
-    """Survey a data set.
+) -> Survey:
+    """Survey a data set, and load its survey.
 
     Args:
         folder: as for `load_survey`.
@@ -240,6 +240,7 @@ def make_survey(
     write(path.with_suffix(".json"), lambda file: file.write(text))
     write(path.with_suffix(MEDIA_SUFFIX), lambda file: np.save(file, np.concatenate(media)))
     write(path, lambda file: np.save(file, table))  # if it is there, the survey is complete
+    return load_survey(dataset, encoder, folder)
 
 
 class _Units(Dataset):
