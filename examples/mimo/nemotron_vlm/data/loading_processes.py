@@ -41,7 +41,15 @@ def read_ahead(reader: Reader, takes: Iterator[Take], **options) -> Iterator[Mic
     handler = signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL
     try:
         notes = torch.zeros((options["num_workers"], NOTE), dtype=torch.uint8).share_memory_()
-        batches = iter(_loader(_Noting(reader, notes), takes, **options))
+        batches = DataLoader(
+            _Noting(reader, notes),
+            sampler=takes,
+            batch_size=None,
+            collate_fn=lambda batch: batch,  # PyTorch's own would turn arrays into tensors
+            generator=torch.Generator(),  # leaves the rank's own random state alone
+            **options,
+        )
+        batches = iter(batches)
     except (OSError, RuntimeError) as error:
         yield NO_ROOM.format(error)
         return
@@ -53,17 +61,6 @@ def read_ahead(reader: Reader, takes: Iterator[Take], **options) -> Iterator[Mic
         if not (line := _death(error)):
             raise
         yield f"{line}; it was reading {_reading(notes, line)}"
-
-
-def _loader(data: Dataset, takes: Iterator[Take], **options) -> DataLoader:
-    return DataLoader(
-        data,
-        sampler=takes,
-        batch_size=None,
-        collate_fn=lambda batch: batch,  # PyTorch's own would turn arrays into tensors
-        generator=torch.Generator(),  # leaves the rank's own random state alone
-        **options,
-    )
 
 
 @dataclass

@@ -3,7 +3,7 @@
 """Samples of shards and of files, each a function of (data, seed, split, number)."""
 
 import fcntl
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ from examples.mimo.nemotron_vlm.energon.encoding import Encoder, read_files
 from examples.mimo.nemotron_vlm.energon.errors import Excluded
 from examples.mimo.nemotron_vlm.energon.files import SMALL, FileSet
 from examples.mimo.nemotron_vlm.energon.images import Tiling
-from examples.mimo.nemotron_vlm.energon.records import Medium, Record
+from examples.mimo.nemotron_vlm.energon.records import Record
 from examples.mimo.nemotron_vlm.energon.store import DataSet, open_split
 from examples.mimo.nemotron_vlm.energon.stream import Stream
 from examples.mimo.nemotron_vlm.energon.survey import (
@@ -116,7 +116,7 @@ class EnergonSource(SampleSource):
             if text_sum(raw) != survey.sums[index]:
                 raise ValueError("its text differs from the survey's")
             record = dataset.record(raw, self._encoder.prompt)
-            text = self._encoder.text(record, survey.extents(index))
+            text = self._encoder.text(record, [extent for extent, _ in survey.media_of(index)])
             found, surveyed = len(text.input_ids), survey.tokens[index]
             if found != surveyed:
                 raise ValueError(f"{found} tokens, but {surveyed} in the survey")
@@ -127,19 +127,15 @@ class EnergonSource(SampleSource):
     ) -> torch.Tensor | Sequence[torch.Tensor]:
         """See `SampleSource`; raises as `text` does."""
         with self._sample(split, number) as (dataset, index, survey):
-            files = self._files(dataset, index, KINDS_OF[encoder])
+            raw = dataset.raw(index, KINDS_OF[encoder])
+            media = dataset.record(raw, self._encoder.prompt).media
+            files = read_files(raw, [each for each in media if each.kind in KINDS_OF[encoder]])
             media = self._encoder.read(files)
             pairs = zip(media, files, strict=True)
             found = [(read.extent, checksum(file.files)) for read, file in pairs]
             if found != survey.media_of(index, encoder):
                 raise ValueError(f"its {encoder} differ from the survey's")
             return self._encoder.inputs(media, encoder)
-
-    def _files(self, dataset: DataSet, index: int, kinds: Collection[str]) -> list[Medium]:
-        """Read the media of some kinds, and no others."""
-        raw = dataset.raw(index, kinds)
-        media = dataset.record(raw, self._encoder.prompt).media
-        return read_files(raw, [each for each in media if each.kind in kinds])
 
     def question(self, split: str, number: int) -> Question | None:
         """See `SampleSource`; raises as `text` does."""

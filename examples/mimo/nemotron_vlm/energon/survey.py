@@ -109,10 +109,6 @@ class Survey:
         kinds = [KINDS.index(kind) for kind in KINDS_OF[encoder]] if encoder else range(len(KINDS))
         return [(Extent(*of), crc) for kind, *of, crc in media.tolist() if kind in kinds]
 
-    def extents(self, index: int) -> list[Extent]:
-        """Return the extents of a sample's media."""
-        return [extent for extent, _ in self.media_of(index)]
-
     def sizes(self, indices: np.ndarray, encoder: str) -> list[np.ndarray]:
         """Return the sizes of an encoder's media of each sample, int64."""
         ends = self.media_ends[indices]
