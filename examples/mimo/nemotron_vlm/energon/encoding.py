@@ -184,7 +184,7 @@ class Encoder:
         sizes = [each.extent.size for each in media if each.kind in KINDS_OF[IMAGES]]
         return sum(sizes) if isinstance(self.images, Tiling) else len(sizes)
 
-    def _read(self, file: Medium, whole: bool = True) -> tuple[Extent, torch.Tensor | None]:
+    def _read(self, file: Medium, whole: bool) -> tuple[Extent, torch.Tensor | None]:
         if file.kind == SOUND:
             if self.subsampling is None:
                 raise BadMedium("the model has no encoder of sound")
@@ -193,9 +193,8 @@ class Encoder:
         if file.kind == VIDEO:
             if self.video is None:
                 raise BadMedium("the model encodes no video, or no images of any size")
-            if whole:
-                return self.video.read(file.files, file.fps)
-            return self.video.frames_of(file.files, file.fps)[0], None
+            extent, frames = self.video.frames_of(file.files, file.fps)
+            return extent, self.video.cut(frames) if whole else None
         image, size = open_image(*file.files, small=not whole)
         extent = Extent(self.images.size_of(*size))
         return extent, self.images.cut(image) if whole else None

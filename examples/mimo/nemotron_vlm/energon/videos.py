@@ -3,8 +3,7 @@
 """Clips of video: numbered images, or an MP4 file, as frames; and what names them in a text."""
 
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,8 +43,8 @@ class Watching:
     frames: int | None = None
     fps: float | None = None
 
-    def read(self, files: Sequence[bytes], fps: float) -> tuple[Extent, torch.Tensor]:
-        """Return the extent of a clip, and its tubelets as `ClipGrids.cut` returns them.
+    def frames_of(self, files: Sequence[bytes], fps: float) -> tuple[Extent, list[np.ndarray]]:
+        """Return the extent of a clip, and the frames that are taken, upright: uint8 [H, W, 3].
 
         Args:
             files: its frames as JPEG or PNG, or one MP4 file.
@@ -56,13 +55,15 @@ class Watching:
             MissingPackage: it is MP4, and PyAV is not installed.
             Exception: PyAV finds it damaged.
         """
-        extent, frames = self.frames_of(files, fps)
-        return extent, self.grids.cut(torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2))
-
-    def frames_of(self, files: Sequence[bytes], fps: float) -> tuple[Extent, list[np.ndarray]]:
-        """Return the extent of a clip, and the frames that are taken, upright: uint8 [H, W, 3]."""
         if files[0][4:8] == MP4:
-            with _opened(files[0]) as (container, stream):
+            try:
+                import av
+            except ModuleNotFoundError as error:
+                raise MissingPackage("MP4 needs PyAV: pip install '.[mp4]'") from error
+            with av.open(io.BytesIO(files[0])) as container:
+                if not container.streams.video:
+                    raise BadMedium("an MP4 file without video")
+                stream = container.streams.video[0]
                 count, fps = _count(container, stream), float(stream.average_rate or 0)
                 chosen = self._taken(count, fps)
                 wanted, numbered = set(chosen), enumerate(container.decode(stream))
@@ -77,6 +78,10 @@ class Watching:
         if max(self.grids.grid_of(height, width)) > LONGEST:
             raise BadMedium(f"{width} × {height} pixels are too long a strip")
         return Extent(self.grids.size_of(len(chosen), height, width), count, fps), frames
+
+    def cut(self, frames: list[np.ndarray]) -> torch.Tensor:
+        """Return the tubelets of a clip, as `ClipGrids.cut` does."""
+        return self.grids.cut(torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2))
 
     def _taken(self, count: int, fps: float) -> list[int]:
         """Return the numbers of the frames taken of ``count``; raise BadMedium if unfit."""
@@ -124,16 +129,3 @@ def _count(container: Any, stream: Any) -> int:
     count = sum(packet.size > 0 for packet in container.demux(stream))
     container.seek(0)
     return count
-
-
-@contextmanager
-def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
-    """Open an MP4 file; yields PyAV's container, and the stream of video."""
-    try:
-        import av
-    except ModuleNotFoundError as error:
-        raise MissingPackage("MP4 needs PyAV: pip install '.[mp4]'") from error
-    with av.open(io.BytesIO(data)) as container:
-        if not container.streams.video:
-            raise BadMedium("an MP4 file without video")
-        yield container, container.streams.video[0]

@@ -247,7 +247,7 @@ def test_strips_images_without_area_and_clips_of_unknown_speed_are_named(monkeyp
     with pytest.raises(BadMedium, match="image 1: 4 × 200000 pixels are too long a strip"):
         Encoder(None, resizing).read([Medium(IMAGES, (image(4, 200000),))])
     with pytest.raises(BadMedium, match='needs "fps" in its json'):
-        Watching(CLIPS, fps=2.0).read((PNG, PNG), 0.0)
+        Watching(CLIPS, fps=2.0).frames_of((PNG, PNG), 0.0)
     monkeypatch.setattr(images.Image, "open", lambda *_, **__: images.Image.new("RGB", (0, 7)))
     with pytest.raises(BadMedium, match="image 1: 0 × 7 pixels"):
         READER.read([Medium(IMAGES, (b"",))])
