@@ -73,9 +73,6 @@ class FileSet(DataSet):
         ValueError: the file is no list of records; the message names it.
     """
 
-    configuration = ""
-    """Hash of the file's records, and which of them are in the split."""
-
     def __init__(self, path: Path, split: str | None) -> None:
         self._file, self.part, held_out = file_of(path, split)
         self.path = self._file.parent

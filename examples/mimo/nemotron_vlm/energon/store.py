@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random access to energon's data sets: the samples of a split by index."""
 
+import hashlib
+import json
 import logging
 import shlex
 import time
@@ -26,7 +28,7 @@ from examples.mimo.nemotron_vlm.energon.records import (
     kind_of,
     read_record,
 )
-from examples.mimo.nemotron_vlm.energon.units import hash_of, state_of_shard
+from examples.mimo.nemotron_vlm.energon.units import hash_of, stamp
 from megatron.energon import BaseWebdatasetFactory, WorkerConfig, load_dataset
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.config import (
@@ -74,6 +76,8 @@ class DataSet:
 
     Attributes:
         weight: its weight or repetitions in a blend, else None.
+        configuration: hash of energon's own files on which the samples depend, wherever they lie;
+            of a file, hash of its records, and which of them are in the split.
         shards: energon's ``ShardInfo`` of each shard.
         ends: index of the first sample after each shard; the first element is 0.
         subset: range of the samples that a blend takes.
@@ -92,8 +96,8 @@ class DataSet:
             )
         self._factory = factory
         self._configured = factory.subflavors.get(CONFIGURED, "")
-        self._unread: dict[str, bytes] = {}
-        self._kinds: Collection[str] | None = None
+        patterns = INDEX_UUID_FILENAME, ".info.*", "*.yaml", "*.py"
+        self.configuration = hash_of(self.path / MAIN_FOLDER_NAME, *patterns) + self._configured
         self._open()
         after_in_child_fork_hook(self._open)
         self.shards, self.ends = factory.shards, self._reader.shard_count_cumsum
@@ -104,35 +108,29 @@ class DataSet:
         self._reader = ShardInfosITarReader(
             self._factory.path,
             self._factory.shards,
-            part_filter=self._takes,
             sample_filter=self._factory.sample_filter,
             itar_cache_size=OPEN_SHARDS,
         )
-
-    def _takes(self, file: str) -> bool:
-        """Return whether to read a file of a sample; note the media that are not wanted."""
-        if not self._factory.part_filter(file):
-            return False
-        kind = kind_of(file)
-        if kind is None or self._kinds is None or kind in self._kinds:
-            return True
-        self._unread[file] = b""
-        return False
 
     @cached_property
     def _tar_files(self) -> list[str]:
         return get_info_shard_files(EPath(self.path))
 
-    @property
-    def configuration(self) -> str:
-        """Hash of energon's own files on which the samples depend, wherever they lie."""
-        folder = self.path / MAIN_FOLDER_NAME
-        return hash_of(folder, INDEX_UUID_FILENAME, ".info.*", "*.yaml", "*.py") + self._configured
-
     def state_of(self, number: int) -> str:
-        """See `state_of_shard`."""
-        excluded = self._factory.sample_excludes
-        return self._configured + state_of_shard(self.path, self.shards[number], excluded)
+        """Return a hash of all that a shard's samples follow from: its file, index and settings.
+
+        Other shards do not change it. A file that replaces the shard does: see `stamp`.
+
+        Raises:
+            OSError: the shard or its index is not there.
+        """
+        shard = self.shards[number]
+        file = self.path / shard.name
+        excluded = [k for k in self._factory.sample_excludes if k.startswith(f"{shard.name}/")]
+        settings = hash_of(self.path / MAIN_FOLDER_NAME, "*.yaml", "*.py", without="split.yaml")
+        depends = json.dumps([shard.name, shard.count, stamp(file), sorted(excluded), settings])
+        index = file.with_name(f"{file.name}.idx").read_bytes()
+        return self._configured + hashlib.sha256(depends.encode() + index).hexdigest()
 
     def raw(self, index: int, kinds: Collection[str] | None = None) -> dict[str, Any]:
         """Return a sample's files as bytes, with energon's ``__key__``.
@@ -160,7 +158,17 @@ class DataSet:
                 time.sleep(pause)
 
     def _read(self, index: int, kinds: Collection[str] | None) -> dict[str, Any]:
-        self._unread, self._kinds = {}, kinds
+        unread: dict[str, bytes] = {}
+
+        def is_read(file: str) -> bool:
+            if not self._factory.part_filter(file):
+                return False
+            if kinds is None or kind_of(file) in (None, *kinds):
+                return True
+            unread[file] = b""
+            return False
+
+        self._reader.part_filter = is_read
         try:
             raw = self._reader[index]
         except Exception as error:  # from tarfile, the file system or energon itself
@@ -171,7 +179,7 @@ class DataSet:
             shard.members.clear()  # a tarfile remembers all that it ever read
         if raw is None:
             raise Excluded(Excluded.kind)
-        return raw | self._unread
+        return raw | unread
 
     def record(self, raw: dict[str, Any], prompt: str) -> Record:
         """Return the conversation in what `raw` returned: decoded, with its fields mapped.

@@ -9,15 +9,12 @@ and after shards are added it reads the new ones alone.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
-
-from megatron.energon.flavors.webdataset.config import MAIN_FOLDER_NAME
-from megatron.energon.flavors.webdataset.structs import ShardInfo
 
 Unit = tuple[np.ndarray, np.ndarray, list[dict[str, Any]], str]
 """A unit is what a survey found in a shard: rows, int32 [7, samples]; media, `MEDIA` [media];
@@ -38,25 +35,6 @@ def load_unit(path: Path) -> Unit | None:
     except (OSError, EOFError, ValueError, BadZipFile):
         return None
     return rows, media, *json.loads(notes.item())
-
-
-def state_of_shard(folder: Path, shard: ShardInfo, excluded: Collection[str]) -> str:
-    """Return a hash of all that a shard's samples follow from: its file, index and settings.
-
-    Other shards do not change it. A file that replaces the shard does: see `stamp`.
-
-    Args:
-        folder: the data set's. excluded: ``shard/key`` of samples that are not meant to be used.
-
-    Raises:
-        OSError: the shard or its index is not there.
-    """
-    file = folder / shard.name
-    excluded = sorted(key for key in excluded if key.startswith(f"{shard.name}/"))
-    settings = hash_of(folder / MAIN_FOLDER_NAME, "*.yaml", "*.py", without="split.yaml")
-    depends = json.dumps([shard.name, shard.count, stamp(file), excluded, settings])
-    index = file.with_name(f"{file.name}.idx").read_bytes()
-    return hashlib.sha256(depends.encode() + index).hexdigest()
 
 
 def stamp(file: Path) -> tuple[int, int, int]:
