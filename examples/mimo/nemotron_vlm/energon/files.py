@@ -66,7 +66,9 @@ class FileSet(DataSet):
     """The records of one split of a file; see `DataSet` for what it has.
 
     Args:
-        path, split: as `file_of` takes them.
+        path: a file, of which some records are held out; or a folder with ``train.jsonl`` and
+            perhaps ``val.jsonl`` or ``test.jsonl``.
+        split: None takes all records of a file.
 
     Raises:
         EmptySplit: no record is in the split.
@@ -74,7 +76,15 @@ class FileSet(DataSet):
     """
 
     def __init__(self, path: Path, split: str | None) -> None:
-        self._file, self.part, held_out = file_of(path, split)
+        self._file, self.part, held_out = path, "", None
+        if split is not None and path.is_file():
+            self.part, held_out = PARTS[split][0], split == "test"
+        elif split is not None:
+            named = ((path / f"{part}{end}", part) for part in PARTS[split] for end in SUFFIXES)
+            self._file, self.part = next((each for each in named if each[0].is_file()), (path, ""))
+            if not self.part:
+                parts = " or ".join(PARTS[split])
+                raise EmptySplit(f"{path}: has no file {parts}{SUFFIXES[0]}")
         self.path = self._file.parent
         self._records = open_file(self._file)
         numbers = np.arange(len(self._records.places))
@@ -120,10 +130,9 @@ class FileSet(DataSet):
             text, record = self._records.read(int(self._numbers[index]), bytes_too)
             whole: dict[str, Any] = {"__key__": self.name(index), "json": text}
             for name, content in self._media(record, bytes_too):
-                read = kinds is None or kind_of(name) in kinds
-                whole[name] = b""
-                if read:
-                    whole[name] = content if isinstance(content, bytes) else content.read_bytes()
+                if kinds is not None and kind_of(name) not in kinds:
+                    content = b""
+                whole[name] = content if isinstance(content, bytes) else content.read_bytes()
         except OSError as error:
             if error.errno in OF_THE_PATH:
                 text = (error.strerror or "").lower()
@@ -210,27 +219,6 @@ def _name_configurations(node: Any) -> None:
     else:
         for name in ("splits", "_splits", "datasets", "blend", "blend_epochized", "_dataset"):
             _name_configurations(getattr(node, name, []))
-
-
-def file_of(path: Path, split: str | None) -> tuple[Path, str, bool | None]:
-    """Return the file of a split, the split's name, and which of the file's records are in it.
-
-    Args:
-        path: a file; or a folder with ``train.jsonl`` and perhaps ``val.jsonl`` or ``test.jsonl``.
-        split: None takes all records of a file.
-
-    Returns:
-        The last part tells whether the records are held out or all others; None: all records.
-    """
-    if split is None:
-        return path, "", None
-    if path.is_file():
-        return path, PARTS[split][0], split == "test"
-    for part in PARTS[split]:
-        for suffix in SUFFIXES:
-            if (file := path / f"{part}{suffix}").is_file():
-                return file, part, None
-    raise EmptySplit(f"{path}: has no file {' or '.join(PARTS[split])}{SUFFIXES[0]}")
 
 
 def are_files(path: Path) -> bool:

@@ -231,7 +231,7 @@ def open_split(path: str | Path, split: str) -> Split:
     """Open a file of records, or shards or a blend that ``energon prepare`` has prepared.
 
     Args:
-        path: a file or folder as `files.file_of` takes it, the directory of a data set in shards,
+        path: a file or folder as `files.FileSet` takes it, the directory of a data set in shards,
             or the file of a blend (``metadataset.yaml``).
         split: 'train' or 'test'; the latter is energon's ``val``, or ``test`` if that is empty.
 
