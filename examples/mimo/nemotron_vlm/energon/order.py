@@ -19,14 +19,14 @@ class Order:
     """The order of the samples of several data sets.
 
     Args:
+        sizes: samples of each data set, at least 1.
         by_weight: whether each data set has its share of the samples, in epochs of its own; else an
             epoch has the samples of each data set ``weights`` times, all shuffled.
         weights: see ``by_weight``; None counts as 1.
         seed: any object with a stable ``repr``; different seeds give different orders.
 
     Raises:
-        ValueError: a data set has no sample, a weight is not positive, or its repetitions give no
-            sample.
+        ValueError: a weight is not positive, or a data set's repetitions give no sample.
     """
 
     def __init__(
@@ -36,8 +36,6 @@ class Order:
         weights: list[float | None],
         seed: object,
     ) -> None:
-        if not sizes or min(sizes) < 1:
-            raise ValueError(f"data sets of {sizes} samples: each must have one")
         self._sizes = np.array(sizes, np.int64)
         digest = hashlib.sha256(repr(seed).encode()).digest()
         self._key = np.frombuffer(digest[:8], "<u8")

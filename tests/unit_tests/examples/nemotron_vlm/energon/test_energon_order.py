@@ -84,7 +84,6 @@ def test_an_epoch_repeats_each_data_set_as_often_as_asked():
     [
         ([6, 4], True, [1.0, 0.0], "must be positive"),
         ([6, 4], False, [1, 0.1], "less than one"),
-        ([3, 0], True, [1.0, 1.0], "each must have one"),
     ],
 )
 def test_what_gives_no_sample_is_refused(sizes, by_weight, weights, text):
