@@ -156,16 +156,14 @@ def reading_task(image_tokens: int, answer: list[int], seq_length: int) -> Text:
     return Text(ids[:-1], ids[1:], mask)
 
 
-def digit_score(labels: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Score each digit of an answer on its own; other tokens do not count."""
-    is_digit = (labels >= FIRST_DIGIT) & (labels < FIRST_DIGIT + 10)
-    return (read == labels) & is_digit, is_digit
-
-
 class DigitTask(SampleSource):
     """Base of the sources whose answers are digits."""
 
-    score = staticmethod(digit_score)
+    @staticmethod
+    def score(labels: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Score each digit of an answer on its own; other tokens do not count."""
+        is_digit = (labels >= FIRST_DIGIT) & (labels < FIRST_DIGIT + 10)
+        return (read == labels) & is_digit, is_digit
 
     def words(self, tokens: list[int]) -> str:
         """See `SampleSource`; the last token should be EOS."""
