@@ -17,13 +17,10 @@ from in_checkout import run  # noqa: E402
 
 
 def survey() -> None:
-    """Run the tool; end the process where it refuses."""
-    try:
-        from examples.mimo.nemotron_vlm.energon.__main__ import main
-    except ImportError as error:
-        sys.exit(f"error: {error}")
-    if code := main():
-        sys.exit(code)
+    """Run the tool, and end the process with its exit code."""
+    from examples.mimo.nemotron_vlm.energon.__main__ import main
+
+    sys.exit(main())
 
 
 if __name__ == "__main__":

@@ -144,8 +144,7 @@ def make_encoder(args: Namespace, preset: VLMPreset) -> Encoder:
     """Build the encoder of conversations and their media that options and a model ask for.
 
     Raises:
-        ImportError: the energon extra is not installed.
-        UserError: no tokenizer is named.
+        UserError: the energon extra is not installed, or no tokenizer is named.
         ValueError: the tokenizer does not fit.
     """
     if args.tokenizer_model is None:

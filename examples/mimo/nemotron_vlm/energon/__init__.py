@@ -10,12 +10,14 @@ and workers; here energon provides the metadata, the blends and the decoding of 
 ``python -m examples.mimo.nemotron_vlm.energon`` makes a survey and prints it.
 """
 
+from examples.mimo.common.errors import UserError
+
 try:
     import PIL  # noqa: F401
     import transformers  # noqa: F401
 
     import megatron.energon  # noqa: F401
 except ModuleNotFoundError as error:
-    raise ImportError(
+    raise UserError(
         f"--data energon needs {error.name}; install with pip install '.[energon]'"
     ) from error

@@ -20,6 +20,7 @@ import pytest
 from PIL import Image
 
 import examples.mimo.nemotron_vlm.energon as package
+from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.energon.__main__ import main
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
@@ -142,7 +143,7 @@ def test_its_data_with_video_and_sound_are_read(tmp_path, monkeypatch):
 
 def test_a_missing_package_is_refused_with_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.energon", None)
-    with pytest.raises(ImportError, match=r"needs megatron.energon; .* pip install '.\[energon\]'"):
+    with pytest.raises(UserError, match=r"needs megatron.energon; .* pip install '.\[energon\]'"):
         importlib.reload(package)
 
 
