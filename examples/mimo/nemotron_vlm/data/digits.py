@@ -65,7 +65,7 @@ class DigitStrips(Strips):
     """Strips of one to `MOST_DIGITS` tiles drawn from scikit-learn's digits.
 
     Args:
-        tile: tile height and width in pixels, a multiple of the scans' 8.
+        tile: tile height and width in pixels.
         tokens_per_tile: embeddings that the encoder makes of one tile.
         seed: seed of the samples drawn; the train/test split does not depend on it.
         digits: number of digits of every strip; None for one to `MOST_DIGITS`.
@@ -79,8 +79,6 @@ class DigitStrips(Strips):
         seed: int,
         digits: int | None = None,
     ) -> None:
-        if tile % 8:
-            raise ValueError(f"a tile of {tile} pixels is not a multiple of the scans' 8")
         super().__init__(tokens_per_tile, seq_length, seed)
         scans, digits_of = load_scans()
         images = torch.from_numpy(scans).float() * (255 / 16)
