@@ -3,6 +3,8 @@
 """Drift's report on another upstream: patches, overlay files, and the names that we use."""
 
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -40,8 +42,9 @@ GONE, CALL = "gone: megatron.core.m", "signature: megatron.core.m"
 def findings(ours: str, new: dict[str, str | None]) -> list[str]:
     before, versions = {MODULE: PIN, "megatron/core/n.py": ""}, []
     for files in (before, before | new):
-        present = {path: text.encode() for path, text in files.items() if text is not None}
-        versions.append(Version(present))
+        with TemporaryDirectory() as folder:
+            present = {path: text for path, text in files.items() if text is not None}
+            versions.append(Version(write_tree(Path(folder), present)))
     found = compare({OURS: ours.encode()}, *versions)
     return sorted(f"{kind}: {name} {detail}".strip() for kind, name, detail in found)
 
@@ -125,7 +128,7 @@ LANDED = {B: UPSTREAM[B].replace("b_3", "B_three")}
         ({}, "0001-first.patch", "applies", 0),
         ({}, "0009-script.patch", "left out", 0),
         ({SCRIPT: "theirs\n"}, "0009-script.patch", "conflicts", 1),
-        (mini.LATER_UPSTREAM, "0002-second.patch", "applies", 0),  # the one of its own
+        (mini.LATER_UPSTREAM, "next/0002-second.patch", "applies", 0),  # the one of its own
         (CHANGED, "0002-second.patch", "conflicts", 1),
         (LANDED, "0001-first.patch", "conflicts", 1),
         (LANDED | {A: numbered("a", {3: "A_three"})}, "0001-first.patch", "already there", 1),

@@ -3,13 +3,15 @@
 """Comparison of the patch set with another Megatron-LM tree, without changing anything."""
 
 import gc
+import tempfile
+from pathlib import Path
 
-from overlay import series
+from overlay import git, series
 from overlay.checkout import STATE_DIR, Checkout
 from overlay.errors import DIFFERS_FROM_LOCK, OverlayError
 from overlay.fetch import upstream
 from overlay.names import Version, compare
-from overlay.patchset import NEXT, PatchSet
+from overlay.patchset import PatchSet
 
 _NOTHING_TO_DO = ("applies", "left out", "unchanged")
 _PLACES = 4  # most places of use that the table shows
@@ -30,17 +32,15 @@ def drift(patchset: PatchSet, checkout: Checkout) -> tuple[list[str], int]:
         raise OverlayError(DIFFERS_FROM_LOCK, what)
     lock, root = patchset.lock, checkout.root
     old = upstream(lock, lock.pin, patchset.root)
-    new = {p.relative_to(root).as_posix(): p.read_bytes() for p in root.glob("megatron/**/*.py")}
     sources = patchset.sources("tests", "tools/checkpoint")
     ours = {path: source.read_bytes() for path, source in sources.items()}
     gc.disable()  # a third of the time, for objects that live to the end
-    found = compare(ours, Version(old), Version(new))
+    with tempfile.TemporaryDirectory() as folder:
+        git.write_files(Path(folder), old)
+        found = compare(ours, Version(Path(folder)), Version(root))
     gc.enable()
     names = sorted((*key, places) for key, places in found.items())
-    own = {name.removeprefix(NEXT): text for name, text in patchset.texts.items() if NEXT in name}
-    own = own if checkout.version == lock.next else {}
-    patched = series.build(patchset.series(), old.get)
-    patches = series.port(patched, checkout.read, own)
+    patches = series.port(patchset.series(checkout.version), checkout.read)
     replaced = [path for path in patchset.overlay if path.startswith("megatron/")]
     states = {path: _state(old.get(path), checkout.read(path)) for path in sorted(replaced)}
     files = [(state, path, "", []) for path, state in states.items() if state]

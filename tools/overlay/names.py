@@ -6,7 +6,6 @@ griffe reads both versions from their syntax, and follows re-exports and base cl
 """
 
 import ast
-import contextlib
 import functools
 import inspect
 import logging
@@ -19,59 +18,22 @@ from pathlib import Path
 
 import griffe
 
-from overlay.git import Files
 from overlay.source import Use, module_name, prefixes, uses
 
 DEFAULT = type("Default", (), {"__repr__": lambda self: "…"})()
 Finding = tuple[str, str, str]  # kind, upstream's name, detail
 
 
-class _Modules(griffe.ModulesCollection):
-    """Modules, each read from its file when a name first asks for it."""
-
-    def __init__(self, files: Files):
-        super().__init__()
-        self._files, self._asked = files, set()
-        self._folders = {folder.as_posix() for path in files for folder in Path(path).parents}
-        self._loader = griffe.GriffeLoader(modules_collection=self)
-
-    def get_member(self, key: str):
-        """Return griffe's object of a full name, but no inherited one.
-
-        Raises:
-            KeyError: there is none.
-        """
-        for name in sorted(prefixes(key) - self._asked):
-            self._asked.add(name)
-            self._read(name, name.replace(".", "/"))
-        return super().get_member(key)
-
-    def _read(self, name: str, folder: str) -> None:
-        path = f"{folder}/__init__.py" if folder in self._folders else f"{folder}.py"
-        if folder not in self._folders and path not in self._files:
-            return
-        above, _, last = name.rpartition(".")
-        parent, lines = super().get_member(above) if above else None, self._loader.lines_collection
-        text = self._files.get(path, b"").decode()
-        lines[Path(path)] = text.splitlines()
-        how = {"parent": parent, "lines_collection": lines, "modules_collection": self}
-        with warnings.catch_warnings(action="ignore"):  # Python's, about upstream's texts
-            module = griffe.visit(last, Path(path), text, **how)
-        (parent or self).set_member(last, module)
-        for member in [one for one in module.members.values() if one.is_alias and one.wildcard]:
-            with contextlib.suppress(KeyError):  # before griffe goes over the members
-                self.get_member(member.wildcard)
-        self._loader.expand_wildcards(module, external=False)
-
-
 class Version:
-    """The names of a Megatron-LM tree, of its files by path."""
+    """The names of the Megatron-LM tree at ``root``, which is read once."""
 
-    def __init__(self, files: Files):
+    def __init__(self, root: Path):
         logging.getLogger("griffe").setLevel(logging.CRITICAL)
-        self._modules = _Modules(files)
-        self._add_init = functools.cache(griffe.DataclassesExtension().on_package)
-        for method in (self.find, self.members, self.signature, self.body):
+        loader = griffe.GriffeLoader(search_paths=[root], allow_inspection=False)
+        with warnings.catch_warnings(action="ignore"):  # Python's, about upstream's texts
+            self._tree = loader.load("megatron")
+        loader.expand_wildcards(self._tree, external=False)
+        for method in (self.find, self.signature, self.body):
             setattr(self, method.__name__, functools.cache(method))
 
     def find(self, name: str):
@@ -79,28 +41,13 @@ class Version:
 
         A name that upstream imports from another package is the import itself.
         """
-        found = self._modules.get_member("megatron")
-        for part in name.split(".")[1:]:
-            try:
-                if found.is_class:
-                    found = self.members(found)[part]
-                else:
-                    found = self._modules.get_member(f"{found.path}.{part}")
-                found = found.final_target if found.is_alias else found
-                if found.is_class:
-                    self._add_init(pkg=found)
-            except KeyError:
-                return None
-            except griffe.AliasResolutionError as error:
-                return None if error.alias.target_path.startswith("megatron.") else found
-        return found
-
-    def members(self, owner) -> dict:
-        """Return the members of a class by name, with those that it inherits."""
-        above = []
-        with contextlib.suppress(ValueError):  # no order is consistent
-            above = owner.mro()
-        return {name: one for each in [*above[::-1], owner] for name, one in each.members.items()}
+        try:
+            found = self._tree[name.removeprefix("megatron.")]
+            return found.final_target if found.is_alias else found
+        except KeyError:
+            return None
+        except griffe.AliasResolutionError as error:
+            return None if error.alias.target_path.startswith("megatron.") else error.alias
 
     def signature(self, name: str) -> inspect.Signature | None:
         """Return the signature of a function or of a class's constructor, without the object that

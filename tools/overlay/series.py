@@ -72,28 +72,25 @@ def last_tree(patched: Iterable[Patched]) -> Files:
     return {path: after for one in patched for path, (_, after) in one.files.items()}
 
 
-def port(
-    patched: list[Patched], original: Original, instead: Files
-) -> list[tuple[str, str, str, list[str]]]:
-    """Apply the patches to other files; leave out those that conflict.
+def port(patches: Files, original: Original) -> list[tuple[str, str, str, list[str]]]:
+    """Apply the patches in order to other files; leave out those that conflict.
 
-    Return the state of each, its name, why it conflicts, and its files then. ``instead`` has
-    patches, by file name, that replace the series' patches of these names.
+    Return the state of each, its name, why it conflicts, and its files then.
     """
     ported, tree = [], {}
-    for one in patched:
-        diff = split(instead[one.name])[1] if one.name in instead else one.diff
+    for name, patch in patches.items():
+        diff = split(patch)[1]
         ours = {path: tree.get(path, original(path)) for path in git.paths_of(diff)}
         there, state, why = {p: d for p, d in ours.items() if d is not None}, "applies", ""
-        if one.left_out and not there:
+        if ours and not there and all(map(is_git_only, ours)):
             state = "left out"
         elif diff:
             try:
-                tree |= git.apply(one.name, diff, there)
+                tree |= git.apply(name, diff, there)
             except OverlayError as error:
                 state, why = "conflicts", error.lines[0]
                 with contextlib.suppress(OverlayError):
-                    git.apply(one.name, diff, there, "--reverse")
+                    git.apply(name, diff, there, "--reverse")
                     state, why = "already there", ""
-        ported.append((state, one.name, why, list(ours) if why else []))
+        ported.append((state, name, why, list(ours) if why else []))
     return ported
