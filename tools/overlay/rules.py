@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules for what changes upstream: headers and sizes of patches, replacements at run time."""
 
-import ast
 import re
 import tomllib
 from collections.abc import Iterator
@@ -13,16 +12,15 @@ from overlay import git
 from overlay.errors import FAILED, refuse
 from overlay.patchset import PatchSet
 from overlay.series import split
-from overlay.source import imported, module_name, prefixes, uses
+from overlay.source import module_name, prefixes, uses
 
 EXPLANATION = "Why-Not-A-Hook"
 REQUIRED = ("Description", "Feature", "Upstream-Status", "Drop-When")
 HOOK_LINES = 40  # most changed lines of a patch that counts as a hook
 MOST_PATCHES, MOST_LINES, MOST_REPLACEMENTS = 26, 470, 9  # limits of the whole set
 DECLARED = "patches/runtime.toml"
-PACKAGES = ("megatron.", "torch.", "triton.")
+PACKAGES = ("megatron.", "torch.", "triton.", "*.")
 TAKEN = re.compile(r"\*\.\w+_func")  # a configuration's fields for functions
-OWN = {"self", "cls", "parser"}  # argparse's parsers are ours, or Megatron hands them to us
 CPU_RUNTIME = "megatron/core/cpu_runtime/"  # its tables list what it replaces, for all of a process
 _STATUS = re.compile(r"pending|submitted PR#\d+|landed in \S+|")
 
@@ -106,37 +104,5 @@ def _in_product(patchset: PatchSet) -> Iterator[tuple[str, str]]:
 def replaced_in(source: str | bytes, path: str) -> set[str]:
     """Return the names of Megatron, PyTorch and Triton that the file at ``path`` replaces; and
     ``*.name`` for functions and classes that it gives to objects of others."""
-    replaced = {use.name for use in uses(source, path) if use.replaces}
-    found = {name for name in replaced if name.startswith(PACKAGES)}
-    tree = ast.parse(source)
-    nodes = list(ast.walk(tree))
-    package = path.rpartition("/")[0].replace("/", ".")
-    known = {name for node in nodes for name, _ in imported(node, package)} | OWN
-    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    for node in (node for node in nodes if isinstance(node, ast.Assign)):
-        for target in node.targets:
-            owner = target.value if isinstance(target, ast.Subscript) else target
-            if not isinstance(owner, ast.Attribute) or _root(owner) in known:
-                continue
-            if owner.attr == "__class__" or _has_function(node.value, defined):
-                found.add(f"*.{owner.attr}")
-    return {name for name in found if not TAKEN.fullmatch(name)}
-
-
-def _root(node: ast.expr) -> str:
-    """Return ``a`` for ``a.b().c[0]``."""
-    while not isinstance(node, ast.Name):
-        node = getattr(node, "value", None) or getattr(node, "func", None)
-        if node is None:
-            return ""
-    return node.id
-
-
-def _has_function(value: ast.expr, defined: set[str]) -> bool:
-    """Return whether a value is a function or class of the file, a lambda or a partial, or a list
-    with one."""
-    if isinstance(value, ast.List | ast.Tuple):
-        return any(_has_function(one, defined) for one in value.elts)
-    called = value.func if isinstance(value, ast.Call) else None
-    is_partial = getattr(called, "id", "") == "partial"
-    return isinstance(value, ast.Lambda) or getattr(value, "id", "") in defined or is_partial
+    found = {use.name for use in uses(source, path) if use.replaces}
+    return {name for name in found if name.startswith(PACKAGES) and not TAKEN.fullmatch(name)}

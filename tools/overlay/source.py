@@ -3,7 +3,6 @@
 """Names that the source of a Python file uses, in full."""
 
 import ast
-import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from importlib.util import resolve_name
 
 _DOTTED = re.compile(r"megatron(\.\w+)+")
 _IMPORT = (ast.Import, ast.ImportFrom)
+OWN = {"self", "cls", "parser"}  # argparse's parsers are ours, or Megatron hands them to us
 _SETTERS = ("setattr", "delattr", "object", "Replacement")  # called with owner, name; mock's object
 
 
@@ -20,7 +20,8 @@ class Use:
 
     name: in full; empty if the syntax does not tell it. node: the call or definition, if it is one.
     replaces: whether the file assigns or deletes it, or names it in a call of setattr, ``replaced``
-    or mock's ``patch``; ``*`` then stands for a computed name.
+    or mock's ``patch``; ``*`` then stands for a computed name, or for an object of others that the
+    file gives a function or a class.
     """
 
     line: int
@@ -39,17 +40,13 @@ def prefixes(name: str) -> set[str]:
     return {".".join(parts[: n + 1]) for n in range(len(parts))}
 
 
-@functools.cache
-def uses(source: str | bytes, path: str) -> list[Use]:
-    """Return the names that the file at ``path`` uses."""
-    return list(_uses(source, path))
-
-
-def _uses(source: str | bytes, path: str) -> Iterator[Use]:
+def uses(source: str | bytes, path: str) -> Iterator[Use]:
+    """Yield the names that the file at ``path`` uses."""
     package = path.rpartition("/")[0].replace("/", ".")
     nodes = list(ast.walk(ast.parse(source)))
     imports = {node: dict(imported(node, package)) for node in nodes if isinstance(node, _IMPORT)}
     names = {name: full for each in imports.values() for name, full in each.items()}
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for node in nodes:
         line = getattr(node, "lineno", 0)
         if node in imports:
@@ -67,6 +64,8 @@ def _uses(source: str | bytes, path: str) -> Iterator[Use]:
         elif isinstance(node, ast.Call):
             yield Use(line, _dotted(node.func, names), node)
             yield from _by_call(node, _last_name(node.func), names)
+        elif isinstance(node, ast.Assign):
+            yield from _of_objects(node, names.keys() | OWN, defined)
 
 
 def _by_call(node: ast.Call, called: str, names: dict[str, str]) -> Iterator[Use]:
@@ -80,6 +79,22 @@ def _by_call(node: ast.Call, called: str, names: dict[str, str]) -> Iterator[Use
         yield Use(node.lineno, f"{owner}.{keyword.arg or '*'}", replaces=True)
     if called == "patch":
         yield Use(node.lineno, owner, replaces=True)
+
+
+def _of_objects(node: ast.Assign, known: set[str], defined: set[str]) -> Iterator[Use]:
+    """Yield the attributes of objects, but those of ``known`` names, that an assignment gives a
+    function or class of the file, a lambda or a partial, or a list with one."""
+    is_function = any(
+        isinstance(value, ast.Lambda)
+        or getattr(value, "id", "") in defined
+        or getattr(getattr(value, "func", None), "id", "") == "partial"
+        for value in getattr(node.value, "elts", [node.value])
+    )
+    for target in node.targets:
+        owner = target.value if isinstance(target, ast.Subscript) else target
+        if isinstance(owner, ast.Attribute) and (is_function or owner.attr == "__class__"):
+            if re.match(r"\w*", ast.unparse(owner))[0] not in known:
+                yield Use(node.lineno, f"*.{owner.attr}", replaces=True)
 
 
 def imported(node: ast.AST, package: str) -> Iterator[tuple[str, str]]:
