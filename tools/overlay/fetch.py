@@ -5,7 +5,6 @@
 The tree is prepared beside its destination and then renamed: the destination is complete or absent.
 """
 
-import functools
 import os
 import shutil
 import subprocess
@@ -26,13 +25,8 @@ _BUILD_REQUIREMENTS = ["setuptools>=80", "pybind11", "packaging>=24.2"]
 
 def upstream(lock: Lock, version: str, root: Path) -> Files | None:
     """Return the files of a locked version by path; None for a commit that was not fetched."""
-    path = packed(lock.versions[version], root)
-    return path and unpacked(path)
-
-
-@functools.cache
-def unpacked(path: Path) -> Files:
-    """Return the files of a tar archive by their path below its one folder."""
+    if (path := packed(lock.versions[version], root)) is None:
+        return None
     with tarfile.open(path) as tar:
         members = {m.name.partition("/")[2]: m for m in tar if m.isfile()}
         return {path: tar.extractfile(member).read() for path, member in members.items()}
@@ -43,24 +37,25 @@ def packed(version: Version, root: Path, directory: Path | None = None) -> Path 
 
     pip downloads an sdist. A commit comes from a git directory; without one, there is None.
     """
-    sdist = version.sdist.replace("-", "_").replace("==", "-") + ".tar.gz"
-    cached = root / "build/cache" / (sdist if version.sdist else f"main-{version.commit}.tar")
-    if not cached.is_file() and not version.sdist and not directory:
-        return None
+    sdist, commit = version.get("sdist"), version.get("commit")
+    name = sdist and sdist.replace("-", "_").replace("==", "-") + ".tar.gz"
+    cached = root / "build/cache" / (name or f"main-{commit}.tar")
     if not cached.is_file():
+        if not sdist and not directory:
+            return None
         cached.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cached.parent) as work:
             made = Path(work, "main.tar")
-            if version.sdist:
+            if sdist:
                 made = _download(version, Path(work))
             else:  # the id of a commit is its hash
-                pack = ["archive", "--prefix=main/", f"--output={made.resolve()}", version.commit]
+                pack = ["archive", "--prefix=main/", f"--output={made.resolve()}", commit]
                 _call("git archive failed", ["git", "-C", str(directory), *pack])
             os.replace(made, cached)
-    found = version.sdist and sha256(cached.read_bytes())
-    if found != version.sdist_sha256:
+    wanted, found = version.get("sdist_sha256"), sdist and sha256(cached.read_bytes())
+    if found != wanted:
         cached.unlink()
-        what = f"{cached.name} has sha256 {found}, the lock wants {version.sdist_sha256}"
+        what = f"{cached.name} has sha256 {found}, the lock wants {wanted}"
         raise OverlayError(DIFFERS_FROM_LOCK, f"{what}: file removed")
     return cached
 
@@ -68,7 +63,7 @@ def packed(version: Version, root: Path, directory: Path | None = None) -> Path 
 def _download(version: Version, work: Path) -> Path:
     """Let pip download an sdist, whose hash it checks."""
     requirement = work / "requirements.txt"
-    requirement.write_text(f"{version.sdist} --hash=sha256:{version.sdist_sha256}\n")
+    requirement.write_text("{sdist} --hash=sha256:{sdist_sha256}\n".format(**version))
     options = ["--no-deps", "--no-binary", ":all:", "--ignore-requires-python"]
     options += ["--no-build-isolation", "--require-hashes", "--dest", f"{work}/sdist"]
     for args in (

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import tomllib
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -30,16 +30,7 @@ _TOP = """\
 # in next/.
 """
 Sides = list[str]  # the sha256 of a file before and after
-
-
-@dataclass(frozen=True)
-class Version:
-    """A release of upstream, or a commit of its main, which has no tag and no sdist."""
-
-    tag: str = ""
-    sdist: str = ""
-    sdist_sha256: str = ""
-    commit: str = ""
+Version = dict[str, str]  # of a release: tag, sdist, sdist_sha256, commit; of main: commit alone
 
 
 @dataclass
@@ -58,7 +49,6 @@ class Lock:
     def read(cls, path: Path) -> "Lock":
         try:
             lock = cls(**tomllib.loads(path.read_text()))
-            lock.versions = {name: Version(**v) for name, v in lock.versions.items()}
             tables = lock.files.items()
             lock.files = {name: table for names, table in tables for name in names.split()}
             for table in lock.files.values():
@@ -73,10 +63,10 @@ class Lock:
     @property
     def next(self) -> str | None:
         """Return the version that is a commit of main; None if there is none."""
-        return next((name for name, one in self.versions.items() if not one.sdist), None)
+        return next((name for name, one in self.versions.items() if "sdist" not in one), None)
 
     def text(self) -> str:
-        tables = {f'versions."{name}"': asdict(v) for name, v in self.versions.items()}
+        tables = {f'versions."{name}"': fields for name, fields in self.versions.items()}
         for table, same in groupby(self.files.items(), key=itemgetter(1)):
             tables[f'files."{" ".join(name for name, _ in same)}"'] = table
         lines = [f'pin = "{self.pin}"']
@@ -84,7 +74,7 @@ class Lock:
             lines += ["", f"[{title}]"]
             for key, value in table.items():
                 name = key if key.isidentifier() else f'"{key}"'
-                lines += [f"{name} = {json.dumps(value)}"] * bool(value)
+                lines.append(f"{name} = {json.dumps(value)}")
         return _TOP + "\n".join(lines) + "\n"
 
 
