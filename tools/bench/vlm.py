@@ -63,13 +63,8 @@ def main(arguments: list[str]) -> int:
         for name, run in runs_of(row).items():
             if own.only and name not in own.only and found:
                 continue
-            arguments = shlex.split(run["arguments"])
-            if "script" in run:
-                arguments += ["--img-h", str(row["tile"]), "--img-w", str(row["tile"]), *more]
-                figures = measured_upstream(run, arguments, found[0])
-            else:
-                steps = row.get("measured", MEASURED)
-                figures = measured(run["ranks"], [*common, *arguments, *more], steps)
+            words = [*([] if "script" in run else common), *shlex.split(run["arguments"]), *more]
+            figures = measured(run, words, row.get("measured", MEASURED), *found[:1])
             found.append({"name": name, **figures})
             print(tables.line(found[-1], found[0]), flush=True)
             if own.json:
@@ -88,73 +83,50 @@ def runs_of(row: dict) -> dict[str, dict]:
     return found
 
 
-def torchrun(ranks: int) -> list[str]:
-    """Return the command line's part that starts a program's ranks."""
+def measured(run: dict, arguments: list[str], steps: int, first: dict | None = None) -> dict:
+    """Carry out one run, with ``steps`` counted after the warm-up, and return its figures.
+
+    Args:
+        run: its `ranks`; and `script`, if it is upstream's, the script's path in the git checkout
+            that ``MEGATRON_GIT_CHECKOUT`` names.
+        first: the row's first run; a script's operations are those of the same model and batch.
+    """
+    ranks, program = run["ranks"], [PROGRAM]
+    checkout = os.environ.get("CHECKOUT", ROOT / "build" / "Megatron-LM")
+    environment = dict(os.environ)
+    if "script" in run:
+        program = [str(Path(__file__).with_name("upstream.py")), run["script"]]
+        checkout = os.environ["MEGATRON_GIT_CHECKOUT"]
+        environment["PYTHONPATH"] = f"{checkout}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [sys.executable, *launch]
-
-
-def measured(ranks: int, arguments: list[str], steps: int) -> dict[str, object]:
-    """Carry out one run, with ``steps`` counted after the warm-up, and return its figures."""
     with tempfile.TemporaryDirectory() as directory:
         metrics = Path(directory, "metrics.jsonl")
-        rest = ["--train-iters", str(WARM_UP + steps), "--metrics-out", str(metrics)]
-        command = [*torchrun(ranks), PROGRAM, *arguments, *rest, "--seed", "1"]
-        checkout = os.environ.get("CHECKOUT", ROOT / "build" / "Megatron-LM")
-        subprocess.run(command, check=True, cwd=checkout)
+        rest = ["--train-iters", str(WARM_UP + steps), "--seed", "1", "--metrics-out", str(metrics)]
+        command = [sys.executable, *launch, *program, *arguments, *rest]
+        subprocess.run(command, check=True, cwd=checkout, env=environment)
         records = list(map(json.loads, metrics.read_text().splitlines()))
     if skipped := sum(record["skipped"] for record in records):
         raise SystemExit(f"{skipped} of {len(records)} steps were skipped: bad gradients")
     counted = records[WARM_UP:]
     seconds = statistics.median(record["step_time_s"] for record in counted)
-    waited = sum(record["data_wait_s"] for record in counted)
+    if "script" in run:
+        tflops = first["tflops_per_gpu"] * first["step_s"] * first["ranks"] / seconds / ranks
+        waited = None
+    else:
+        tflops = statistics.median(record["tflops"] for record in counted)
+        times = sum(record["step_time_s"] for record in counted)
+        waited = sum(record["data_wait_s"] for record in counted) / times
     return {
         "ranks": ranks,
-        "arguments": shlex.join(arguments),
+        "arguments": shlex.join([*program[1:], *arguments]),
         "loss": [records[0]["loss"], records[-1]["loss"]],
         "first_step_s": records[0]["step_time_s"],
         "step_s": seconds,
         "tokens_per_s_per_gpu": tokens_a_step(arguments) / seconds / ranks,
-        "tflops_per_gpu": statistics.median(record["tflops"] for record in counted),
+        "tflops_per_gpu": tflops,
         "peak_memory_gib": records[-1]["memory_gib"] or None,
-        "data_wait": waited / sum(record["step_time_s"] for record in counted),
-    }
-
-
-def measured_upstream(run: dict, arguments: list[str], ours: dict) -> dict[str, object]:
-    """Carry out a run of upstream's script and return its figures.
-
-    Args:
-        run: `script` is the script's path in the git checkout that ``MEGATRON_GIT_CHECKOUT`` names.
-        ours: a run of the same model and batch, whose operations are the script's.
-    """
-    ranks, checkout = run["ranks"], os.environ["MEGATRON_GIT_CHECKOUT"]
-    with tempfile.TemporaryDirectory() as directory:
-        rest = ["--train-iters", str(WARM_UP + MEASURED), "--seed", "1"]
-        program = [str(Path(__file__).with_name("upstream.py")), directory, run["script"]]
-        paths = os.pathsep.join([checkout, os.environ.get("PYTHONPATH", "")])
-        subprocess.run(
-            [*torchrun(ranks), *program, *arguments, *rest],
-            check=True,
-            cwd=checkout,
-            env=os.environ | {"PYTHONPATH": paths, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-        )
-        files = Path(directory).glob("*.jsonl")
-        steps = [list(map(json.loads, file.read_text().splitlines())) for file in files]
-    counted = zip(*(rank[WARM_UP:] for rank in steps), strict=True)
-    seconds = statistics.median(max(rank["step_time_s"] for rank in step) for step in counted)
-    losses = next(rank for rank in steps if rank[0]["losses"])
-    scale = ours["step_s"] * ours["ranks"] / seconds / ranks
-    return {
-        "ranks": ranks,
-        "arguments": shlex.join([run["script"], *arguments]),
-        "loss": [next(iter(losses[at]["losses"].values())) for at in (0, -1)],
-        "first_step_s": max(rank[0]["step_time_s"] for rank in steps),
-        "step_s": seconds,
-        "tokens_per_s_per_gpu": ours["tokens_per_s_per_gpu"] * scale,
-        "tflops_per_gpu": ours["tflops_per_gpu"] * scale,
-        "peak_memory_gib": max(rank[-1]["peak_memory_gib"] for rank in steps),
-        "data_wait": None,
+        "data_wait": waited,
     }
 
 

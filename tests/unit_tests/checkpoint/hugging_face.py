@@ -2,16 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small random Hugging Face models, of transformers' own classes, written as they are published."""
 
+import importlib
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 
-from conversion.their_model import compute_without_kernels
 from conversion.trained import their_config
 from examples.mimo.nemotron_vlm.model.presets import LanguagePreset, tiny_omni
 
@@ -64,7 +66,11 @@ def whole_vlm(sound: bool = True) -> NemotronH_Omni_Reasoning_V3:
     """A random model of the published VLM's class, with or without its encoder of sound."""
     preset = replace(tiny_omni(), language=LANGUAGE, encoders=ENCODERS[: 1 + sound])
     config = their_config(preset, {each.name: each.token for each in ENCODERS})
-    compute_without_kernels()
+    # transformers chooses kernels, which take tensors of a GPU alone, when it imports the layer.
+    with pytest.MonkeyPatch.context() as hidden:
+        for name in ("causal_conv1d", "mamba_ssm"):
+            hidden.setitem(sys.modules, name, None)
+        importlib.import_module("transformers.models.nemotron_h.modeling_nemotron_h")
     model = NemotronH_Omni_Reasoning_V3(config)
     # As released, in files: the model here neither prunes rows nor raises time steps, as ours.
     config.video_pruning_rate, config.text_config.time_step_min = 0.5, 0.001

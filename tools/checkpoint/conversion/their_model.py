@@ -2,10 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of transformers, on the inputs that the program's encoders take, and its answers."""
 
-import importlib
 import json
 import re
-import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -38,9 +36,6 @@ MAY_LACK = re.compile(
 last embeds video, which is refused for such a model."""
 
 
-KERNELS = ("causal_conv1d", "mamba_ssm")
-"""Libraries that take tensors of a GPU alone."""
-
 ADAPTERS = "adapter_config.json"
 """File of a directory of peft's adapters."""
 
@@ -60,21 +55,6 @@ def base_of(directory: Path) -> Path:
             "the base there"
         )
     return Path(base)
-
-
-def compute_without_kernels() -> None:
-    """Keep Mamba-2 of transformers to PyTorch, in this process, unless it is imported already.
-
-    transformers chooses when it imports the layer: a library that is installed, on any device.
-    """
-    installed = {name: sys.modules[name] for name in KERNELS if name in sys.modules}
-    sys.modules.update(dict.fromkeys(KERNELS))
-    try:
-        importlib.import_module("transformers.models.nemotron_h.modeling_nemotron_h")
-    finally:
-        for name in KERNELS:
-            del sys.modules[name]
-        sys.modules.update(installed)
 
 
 def their_model(directory: Path, as_ours: bool = False):
@@ -100,8 +80,6 @@ def their_model(directory: Path, as_ours: bool = False):
     if as_ours:
         config.text_config.time_step_min = TIME_STEP_MIN
     on_gpu = not as_ours and torch.accelerator.is_available()
-    if not on_gpu:
-        compute_without_kernels()
     dtype = torch.float32 if as_ours else torch.bfloat16 if on_gpu else "auto"
     how = {"config": config, "dtype": dtype, "output_loading_info": True}
     model, found = NemotronH_Omni_Reasoning_V3.from_pretrained(directory, **how)
