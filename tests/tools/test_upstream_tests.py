@@ -48,13 +48,14 @@ def checkout(tmp_path: Path, monkeypatch) -> Path:
     """A git checkout of a made-up upstream with one selected test file, of two ranks."""
     names = ("tests/__init__.py", "tests/unit_tests/__init__.py", "megatron/training.py")
     empty = dict.fromkeys((*names, "tests/unit_tests/test_utilities.py"), "")
-    state = {"megatron/core/parallel_state.py": "def destroy_model_parallel(): pass\n"}
-    files = UPSTREAM | empty | state | {FILE: TESTS}
-    make_repository(tmp_path / "tree", files)
-    stand_ins = "def install(runtime): import megatron.core.parallel_state\n"
-    write_tree(tmp_path, {"stand_ins.py": stand_ins})
+    core = {
+        "parallel_state": "def destroy_model_parallel(): pass\n",
+        "transformer/torch_norm": "WrappedTorchNorm = None\n",
+        "models/vision/clip_vit_model": "class CLIPViTModel:\n  def __init__(self, norm=0): ...\n",
+    }
+    state = {f"megatron/core/{name}.py": text for name, text in core.items()}
+    make_repository(tmp_path / "tree", UPSTREAM | empty | state | {FILE: TESTS})
     monkeypatch.setenv("UPSTREAM_TEST_LIMIT_S", "10")
-    monkeypatch.setattr(cli, "STAND_INS", tmp_path)
     return tmp_path / "tree"
 
 

@@ -23,7 +23,6 @@ from overlay.errors import NOT_THE_PIN, USAGE, OverlayError  # noqa: E402
 
 TESTS = "tests/unit_tests"
 IN_TREE = Path(__file__).parent / "in_tree.py"
-STAND_INS = Path(__file__).parent
 SELECTION = tomllib.loads((Path(__file__).parent / "selection.toml").read_text())
 EXCLUDED: dict[str, str] = SELECTION["excluded"]
 WORST_FIRST = ("hung", "failed", "passed", "skipped")
@@ -51,7 +50,7 @@ def outcomes(tree: Path, jobs: list[Test]) -> dict[Test, tuple[str, str]]:
     records.mkdir()
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONPATH"))}
     kept |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, IN_TREE, STAND_INS, REPOSITORY / "megatron_overlay", records]
+    command = [sys.executable, IN_TREE, REPOSITORY / "megatron_overlay", records]
     lines = ["\t".join([str(size), file, *EXCLUDED]) for size, file in jobs]
     with (records / "log").open("w") as log:
         how = {"cwd": tree, "env": kept, "stdout": log, "stderr": log, "text": True}

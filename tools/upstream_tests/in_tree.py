@@ -1,25 +1,53 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
 """Runs upstream's tests in the tree that is the working directory, on forked ranks:
-``in_tree.py STAND_INS OVERLAY RECORDS`` reads a number of ranks and a file from each line of stdin,
-then tests of it that are left out.
+``in_tree.py OVERLAY RECORDS`` reads a number of ranks and a file from each line of stdin, then
+tests of it that are left out.
 """
 
 import functools
 import json
 import os
 import sys
+import types
+import typing
 from datetime import timedelta
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 sys.path[0] = os.getcwd()
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+import typing_extensions  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 
 TEST_LIMIT_S = float(os.environ.get("UPSTREAM_TEST_LIMIT_S", "150"))
 COLLECTIVE_LIMIT = timedelta(seconds=30)
+
+
+def stand_in(cpu_runtime: Path) -> None:
+    """Stand in for what upstream's tests need and CPU ranks lack: CUDA, NCCL, Python 3.12."""
+    typing.override = typing_extensions.override
+    # Under its usual name, which a pristine tree does not have.
+    name = "megatron.core.cpu_runtime"
+    spec = spec_from_file_location(name, cpu_runtime / "__init__.py")
+    sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+    sys.modules[name].install()
+    # Upstream's conftest downloads test data, and some tests ask for ModelOpt to get transformers.
+    downloads = types.ModuleType("tests.test_utils.python_scripts.download_unit_tests_dataset")
+    downloads.download_and_extract_asset = lambda assets_dir: False
+    sys.modules[downloads.__name__] = downloads
+    skip = pytest.importorskip
+    pytest.importorskip = lambda name, *a, **k: None if name == "modelopt" else skip(name, *a, **k)
+    # Without TE, CLIP's norm is PyTorch's by default, which takes no config.
+    norm = import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    vit = import_module("megatron.core.models.vision.clip_vit_model").CLIPViTModel
+    init = vit.__init__
+    init.__defaults__ = tuple(norm if d is torch.nn.LayerNorm else d for d in init.__defaults__)
 
 
 class Recorder:
@@ -94,13 +122,12 @@ def run_file(file: str, done: list[str], record: Path) -> None:
         sys.exit(int(code))
 
 
-def main(stand_ins: str, overlay: Path, records: Path) -> None:
-    sys.path += [stand_ins, str(Path(__file__).parents[2] / "tests")]
+def main(overlay: Path, records: Path) -> None:
+    sys.path.append(str(Path(__file__).parents[2] / "tests"))
     from agent import run_ranks
-    from stand_ins import install
 
-    del sys.path[-2:]  # tests must not find our modules
-    install(overlay / "megatron/core/cpu_runtime")
+    del sys.path[-1]  # tests must not find our modules
+    stand_in(overlay / "megatron/core/cpu_runtime")
     import megatron.training  # noqa: F401  the ranks share what is imported
     import tests.unit_tests.test_utilities  # noqa: F401
 
@@ -114,4 +141,4 @@ def main(stand_ins: str, overlay: Path, records: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    main(*map(Path, sys.argv[1:]))
