@@ -127,7 +127,8 @@ def longer_sdist(world: World) -> None:
     (FETCH, longer_sdist, 4, "the lock wants"),
     (FETCH, without_cache, 1, "pip install failed"),
     (f"{FETCH} --version 1.3.0", without_cache, 3, "give a git directory that has it with --next"),
-    (f"{FETCH} --next nowhere", without_cache, 1, "git archive failed"),
+    (f"{FETCH} --next nowhere", without_cache, 1, "nowhere: No such file"),
+    (f"{FETCH} --next checkout", without_cache, 1, "git archive: fatal: not a git repository"),
 ])  # fmt: skip
 def test_what_stands_in_the_way_is_named_and_nothing_changes(
     world, monkeypatch, words, arrange, code, naming

@@ -11,6 +11,7 @@ import pytest
 
 import mini
 from mini import NEXT, REPOSITORY, UPSTREAM, Result, World, git, write_tree
+from overlay.git import call
 from overlay.patchset import PatchSet
 from overlay.source import imported, module_name
 from staging import __main__ as staging
@@ -69,7 +70,7 @@ def test_the_patches_of_a_feature_apply_upon_what_it_needs(upstreams, tmp_path):
     for name in patches:
         for one in features.stack(name):
             how = ("apply", "--allow-empty", "--exclude=examples/*")
-            staging.git(tmp_path, *how, stdin=patches[one])
+            call(tmp_path, *how, stdin=patches[one])
         git(tmp_path, "reset", "-q", "--hard")
 
 

@@ -13,6 +13,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+from overlay import git
 from overlay.checkout import Checkout, sha256
 from overlay.errors import DIFFERS_FROM_LOCK, FAILED, NOT_THE_PIN, OverlayError
 from overlay.git import Files
@@ -50,7 +51,7 @@ def packed(version: Version, root: Path, directory: Path | None = None) -> Path 
                 made = _download(version, Path(work))
             else:  # the id of a commit is its hash
                 pack = ["archive", "--prefix=main/", f"--output={made.resolve()}", commit]
-                _call("git archive failed", ["git", "-C", str(directory), *pack])
+                git.call(directory, *pack)
             os.replace(made, cached)
     wanted, found = version.get("sdist_sha256"), sdist and sha256(cached.read_bytes())
     if found != wanted:
@@ -71,16 +72,13 @@ def _download(version: Version, work: Path) -> Path:
         ["download", *options, "--requirement", str(requirement)],
     ):
         command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *args]
-        _call(f"pip {args[0]} failed", command, PYTHONPATH=f"{work}/build")
+        environment = os.environ | {"PYTHONPATH": f"{work}/build"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or ["no reason given"]
+            errors = [line for line in said if "error" in line.lower()] or said
+            raise OverlayError(FAILED, f"pip {args[0]} failed: {errors[-1].strip()}")
     return next(Path(work, "sdist").iterdir())
-
-
-def _call(what: str, command: list[str], **environment: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or ["no reason given"]
-        errors = [line for line in said if "error" in line.lower()] or said
-        raise OverlayError(FAILED, f"{what}: {errors[-1].strip()}")
 
 
 def fetch(

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that let git apply and make patches of files in memory.
+"""Functions that let git apply and make patches of files in memory, and work in a checkout.
 
-git runs in temporary folders, outside any repository, and without the user's configuration and
-attributes.
+For patches, git runs in temporary folders, outside any repository, and without the user's
+configuration and attributes.
 """
 
 import os
@@ -31,6 +31,16 @@ def _run(args: list[str], cwd: Path, stdin: bytes = b"") -> subprocess.Completed
         return subprocess.run(command, cwd=cwd, env=environment, input=stdin, capture_output=True)
     except FileNotFoundError:
         raise OverlayError(FAILED, "git is not installed: the overlay tools need it") from None
+
+
+def call(folder: Path, *args: str, stdin: bytes = b"") -> str:
+    """Run git without the hooks of the user, who must have a name to sign off with."""
+    settings = ("-c", "user.useConfigOnly=true", "-c", f"core.hooksPath={os.devnull}")
+    done = subprocess.run(["git", *settings, *args], cwd=folder, input=stdin, capture_output=True)
+    if done.returncode:
+        said = (done.stderr or done.stdout).decode().strip()
+        raise OverlayError(FAILED, f"git {args[0]}: {said.splitlines()[-1] if said else 'failed'}")
+    return done.stdout.decode().strip()
 
 
 def write_files(root: Path, files: Files) -> None:

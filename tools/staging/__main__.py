@@ -16,23 +16,13 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from command_line import Parser  # noqa: E402
 from overlay.__main__ import REPOSITORY, reported  # noqa: E402
 from overlay.errors import FAILED, USAGE, OverlayError  # noqa: E402
-from overlay.git import write_files  # noqa: E402
+from overlay.git import call, write_files  # noqa: E402
 from overlay.patchset import PatchSet  # noqa: E402
 from staging.features import Features  # noqa: E402
 
 CPU_RUNTIME = "megatron/core/cpu_runtime/"
 PYTHON_311 = b"import typing, typing_extensions\ntyping.override = typing_extensions.override\n"
 """Upstream needs Python 3.12, for this name only."""
-
-
-def git(folder: Path, *args: str, stdin: bytes = b"") -> str:
-    """Run git, without the hooks of the user, who must have a name to sign off with."""
-    settings = ("-c", "user.useConfigOnly=true", "-c", f"core.hooksPath={os.devnull}")
-    done = subprocess.run(["git", *settings, *args], cwd=folder, input=stdin, capture_output=True)
-    if done.returncode:
-        said = (done.stderr or done.stdout).decode().strip()
-        raise OverlayError(FAILED, f"git {args[0]}: {said.splitlines()[-1] if said else 'failed'}")
-    return done.stdout.decode().strip()
 
 
 @contextlib.contextmanager
@@ -44,19 +34,19 @@ def staged(features: Features, checkout: Path, *names: str) -> Iterator[Path]:
     """
     with tempfile.TemporaryDirectory(prefix="staging-") as folder:
         tree = Path(folder, "tree")
-        git(checkout, "worktree", "add", "--quiet", "--detach", str(tree), "HEAD")
+        call(checkout, "worktree", "add", "--quiet", "--detach", str(tree), "HEAD")
         try:
             for name in features.stack(*names):
                 try:
-                    git(tree, "apply", "--allow-empty", stdin=features.patch(name))
+                    call(tree, "apply", "--allow-empty", stdin=features.patch(name))
                 except OverlayError as error:
                     raise OverlayError(FAILED, f"{name}: {error.lines[0]}") from None
                 write_files(tree, features.files_of(name))
-                git(tree, "add", "--force", "--all")
-                git(tree, "commit", "--quiet", "--signoff", "-m", features.message(name))
+                call(tree, "add", "--force", "--all")
+                call(tree, "commit", "--quiet", "--signoff", "-m", features.message(name))
             yield tree
         finally:
-            git(checkout, "worktree", "remove", "--force", str(tree))
+            call(checkout, "worktree", "remove", "--force", str(tree))
 
 
 def fails(features: Features, checkout: Path, name: str) -> bool:
@@ -79,7 +69,7 @@ def _run(options: argparse.Namespace) -> int:
         raise OverlayError(USAGE, f"{unknown[0]}: no such feature; there are {known}")
     if options.branch:
         with staged(features, options.checkout, *names) as tree:
-            git(tree, "branch", "--no-track", options.branch)
+            call(tree, "branch", "--no-track", options.branch)
     elif failed := [name for name in names if fails(features, options.checkout, name)]:
         raise OverlayError(FAILED, f"tests fail: {', '.join(failed)}")
     return 0
