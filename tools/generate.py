@@ -11,7 +11,6 @@ was converted, or one of peft's adapters that names such a directory as its base
 Without --ask, questions are read from the terminal, one a line, in one conversation.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -32,11 +31,6 @@ DRAWS = ("temperature", "top_p", "top_k")
 
 def main(argv: list[str]) -> int:
     """Answer; return the exit status, 2 for user errors."""
-    options = _parser().parse_args(argv)
-    return run(lambda: _answer(options), options.device)
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = Parser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="of the program, or of Hugging Face")
@@ -56,7 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-k", type=positive, metavar="K", help="draw from K tokens")
     add("--seed", type=int, default=0, metavar="N", help="of an answer's draws")
     add("--device", choices=("cpu", "cuda"), help=DEVICE)
-    return parser
+    options = parser.parse_args(argv)
+    return run(lambda: _answer(options), options.device)
 
 
 def _answer(options: Namespace) -> None:

@@ -16,7 +16,6 @@ from conversion.merged import whole_model
 from conversion.published import Published, write_files
 from conversion.rows import Translation, check_tensors, rows_of
 from conversion.torch_dist import Checkpoint, write_checkpoint
-from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.reading_options import preset_of
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset, write_preset
 
@@ -45,19 +44,13 @@ def preset_of_run(args: Namespace) -> VLMPreset:
 
 @contextlib.contextmanager
 def whole_directory(out: Path) -> Iterator[Path]:
-    """Provide a directory to write to, which is renamed to ``out`` at the end.
-
-    Raises:
-        UserError: the directory cannot be written.
-    """
+    """Provide a directory to write to, which is renamed to ``out`` at the end."""
     partial = out.with_name(f"{out.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
         partial.rename(out)
-    except OSError as error:
-        raise UserError(f"--out {out}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -147,7 +147,8 @@ class Conversation:
         arguments: of the chat template; by default those that ask as the training did.
 
     Raises:
-        UserError: it lacks a tokenizer, or tensors.
+        ValueError: it lacks a tokenizer.
+        UserError: it lacks tensors.
     """
 
     def __init__(self, given: Path, arguments: dict[str, Any] | None = None) -> None:
@@ -162,10 +163,7 @@ class Conversation:
         self._arguments = inputs.get(ASKED, {}) if arguments is None else arguments
         if inputs["dynamic_resolution"]:
             preset = preset.with_images_of_any_size()
-        try:
-            self._encoder = make_encoder(Namespace(**inputs), preset)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        self._encoder = make_encoder(Namespace(**inputs), preset)
         self._model = their_model(given)
         self._preset, self._turns, self._media = preset, [], []
 
