@@ -47,7 +47,7 @@ class Application:
 
     def revert(self) -> list[str]:
         """Restore the originals, byte for byte."""
-        self._refuse_edits({})
+        self._refuse_edits()
         done = f"reverted: {_count(self.journal.changes({}))} changed"
         done = done if self.states else "not applied"
         self.journal.move({})
@@ -55,7 +55,7 @@ class Application:
 
     def status(self) -> list[str]:
         """Return one of applied, not applied, modified since, partly applied; then the files."""
-        if edited := self._edits({}):
+        if edited := self._edits():
             return ["modified since", *edited]
         if lost := [path for path, known in self.states.items() if self._now(path) != known[-1]]:
             return ["partly applied: apply again to repair", *lost]
@@ -74,7 +74,7 @@ class Application:
         link = link or any(known[-1].startswith(LINK) for known in self.states.values())
         goal = {path: Entry(d, self.journal.before(path).mode) for path, d in contents.items()}
         goal |= {path: self._ours(path, link) for path in self.patchset.overlay}
-        self._refuse_edits(goal)
+        self._refuse_edits()
         locked = self.patchset.lock.files[self.checkout.version]
         new = goal.keys() - self.states.keys() - locked.keys()
         foreign = [p for p in sorted(new) if self._now(p) not in (None, state(goal[p]))]
@@ -114,18 +114,16 @@ class Application:
         mode = "755" if os.access(source, os.X_OK) else "644"
         return Entry(source.read_bytes(), before.mode if before and before.mode != LINK else mode)
 
-    def _refuse_edits(self, goal: Goal) -> None:
+    def _refuse_edits(self) -> None:
         what = "was edited since the overlay was applied"
         cure = "copy what you want to keep, delete the file, and try again"
-        refuse(LOCAL_EDITS, [f"{path} {what}: {cure}" for path in self._edits(goal)])
+        refuse(LOCAL_EDITS, [f"{path} {what}: {cure}" for path in self._edits()])
 
-    def _edits(self, goal: Goal) -> list[str]:
+    def _edits(self) -> list[str]:
         """Return the paths of ours that are neither as we left them nor as they were before."""
-        expected = {
-            path: {None, state(self.journal.originals[path]), *known, state(goal.get(path))}
-            for path, known in self.states.items()
-        }
-        return [path for path, states in expected.items() if self._now(path) not in states]
+        before = {path: state(entry) for path, entry in self.journal.originals.items()}
+        known = self.states.items()
+        return [path for path, own in known if self._now(path) not in (None, before[path], *own)]
 
     def _now(self, path: str) -> str | None:
         return state(self.checkout.look(path))

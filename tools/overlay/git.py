@@ -71,7 +71,8 @@ def apply(name: str, patch: bytes, files: Files, *options: str) -> Files:
         if done.returncode:
             reason = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason"]
             raise OverlayError(FAILED, f"{name}: does not apply: {reason[0]}")
-        there = {path.relative_to(work).as_posix() for path in work.rglob("*") if path.is_file()}
+        made = [path for path in work.rglob("*") if path.is_symlink() or not path.is_dir()]
+        there = {path.relative_to(work).as_posix() for path in made}
         if there != files.keys():
             what = f"a patch only edits existing files: {min(there ^ files.keys())}"
             raise OverlayError(FAILED, f"{name}: {what}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from overlay import git
 from overlay.checkout import check_relative
-from overlay.errors import FAILED, OverlayError
+from overlay.errors import OverlayError
 from overlay.git import Files
 
 Original = Callable[[str], bytes | None]  # returns upstream's file at a path, or None
@@ -50,20 +50,19 @@ def build(patches: Files, original: Original) -> list[Patched]:
     """Apply the patches in order to upstream's files; leave out those of absent git-only files.
 
     Raises:
-        OverlayError: a patch does not apply, or touches a file that upstream does not have.
+        OverlayError: a patch does not apply.
     """
     patched, tree = [], {}
     for name, patch in patches.items():
         header, diff = split(patch)
         paths = [check_relative(path, f"patches/{name}") for path in git.paths_of(diff)]
         before = {path: tree.get(path, original(path)) for path in paths}
-        missing = [path for path, data in before.items() if data is None]
-        if missing and not all(map(is_git_only, paths)):
-            raise OverlayError(FAILED, f"patches/{name}: upstream has no {missing[0]}")
-        after = git.apply(f"patches/{name}", diff, before) if diff and not missing else {}
+        there = {path: data for path, data in before.items() if data is not None}
+        left_out = len(there) < len(paths) and all(map(is_git_only, paths))
+        after = git.apply(f"patches/{name}", diff, there) if diff and not left_out else {}
         tree |= after
         sides = {path: (before[path], data) for path, data in after.items()}
-        patched.append(Patched(name, header, diff, sides, bool(missing)))
+        patched.append(Patched(name, header, diff, sides, left_out))
     return patched
 
 
