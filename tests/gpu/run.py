@@ -32,7 +32,7 @@ CHECKOUT = Path(os.environ.get("CHECKOUT", REPOSITORY / "build" / "Megatron-LM")
 sys.path[:0] = [str(CHECKOUT), str(REPOSITORY / "tools/bench")]
 
 import torch  # noqa: E402
-from machine import machine  # noqa: E402
+from vlm import machine  # noqa: E402
 
 from examples.mimo.nemotron_vlm.options.environment import at_start  # noqa: E402
 

@@ -16,6 +16,7 @@ Options after -- are passed to the program in every run.
 import argparse
 import json
 import os
+import platform
 import shlex
 import statistics
 import subprocess
@@ -23,10 +24,11 @@ import sys
 import tempfile
 import tomllib
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import tables
-from machine import machine
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = "examples/mimo/pretrain_nemotron_vlm.py"
@@ -34,6 +36,9 @@ ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 WARM_UP, MEASURED = 3, 10
 """Steps of a run, in this order; a row may have more `measured` ones."""
+
+PACKAGES = ("torch", "transformer_engine", "megatron-core", "mamba-ssm", "triton")
+"""Packages whose versions are recorded."""
 
 
 def main(arguments: list[str]) -> int:
@@ -71,6 +76,19 @@ def main(arguments: list[str]) -> int:
                 lines = ",\n".join(map(json.dumps, found))
                 own.json.write_text(f'{json.dumps(head)[:-1]}, "runs": [\n{lines}\n]}}\n')
     return 0
+
+
+def machine() -> dict[str, object]:
+    """Return the names of GPUs and processor, and the versions of installed packages."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    found = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+    gpus = [f"{gpu.name}, {gpu.multi_processor_count} multiprocessors" for gpu in found]
+    return {"gpus": gpus, "cpu": platform.processor(), "versions": versions}
 
 
 def runs_of(row: dict) -> dict[str, dict]:

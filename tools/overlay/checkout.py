@@ -8,7 +8,7 @@ import re
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from overlay.errors import DIFFERS_FROM_LOCK, FAILED, LOCAL_EDITS, NOT_THE_PIN, OverlayError
 
@@ -82,15 +82,14 @@ class Checkout:
         """Return what lies at a path, None if nothing does.
 
         Raises:
-            OverlayError: a folder on the way is a symlink or a file, or a folder lies there.
+            OverlayError: a folder on the way is a symlink, or a folder lies there.
+            OSError: a file lies where a folder should.
         """
         path = self.root / check_relative(relative, "checkout")
+        if path.parent.resolve() != path.parent:
+            what = f"{relative} lies behind a symlink: refused to go through it"
+            raise OverlayError(DIFFERS_FROM_LOCK, what)
         try:
-            for folder in reversed(PurePosixPath(relative).parents[:-1]):
-                if not stat.S_ISDIR(os.lstat(self.root / folder).st_mode):
-                    kind = "a symlink" if (self.root / folder).is_symlink() else "not a folder"
-                    what = f"{folder} is {kind}: refused to go through it"
-                    raise OverlayError(DIFFERS_FROM_LOCK, what)
             mode = os.lstat(path).st_mode
         except FileNotFoundError:
             return None
