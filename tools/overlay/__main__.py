@@ -3,6 +3,7 @@
 """Fetch Megatron-LM, apply the patch set, refresh it, or compare it with another version."""
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,8 +51,28 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace) -> int:
-    """Run the command and print its lines; return the exit code."""
+def reported(main: Callable[..., int]) -> Callable[..., int]:
+    """Let a program print why it refuses, and return the refusal's exit code."""
+
+    @functools.wraps(main)
+    def run(argv: list[str] | None = None) -> int:
+        try:
+            return main(argv)
+        except OverlayError as error:
+            lines, code = error.lines, error.code
+        except OSError as error:
+            lines, code = [f"{error.filename2 or error.filename}: {error.strerror}"], FAILED
+        for line in lines:
+            print(f"error: {line}", file=sys.stderr)
+        return code
+
+    return run
+
+
+@reported
+def main(argv: list[str] | None = None) -> int:
+    """Run a command and print its lines; return the exit code."""
+    options = _parser().parse_args(argv)
     root, code = options.root, 0
     checkout = Checkout(options.checkout) if getattr(options, "checkout", None) else None
     if options.command == "fetch":
@@ -73,24 +94,6 @@ def _run(options: argparse.Namespace) -> int:
         lines = apply(PatchSet(root), checkout, options.how)
     print("\n".join(lines))
     return code
-
-
-def reported(command: Callable[[], int]) -> int:
-    """Run a command; if it refuses, print why and return the refusal's exit code."""
-    try:
-        return command()
-    except OverlayError as error:
-        lines, code = error.lines, error.code
-    except OSError as error:
-        lines, code = [f"{error.filename2 or error.filename}: {error.strerror}"], FAILED
-    for line in lines:
-        print(f"error: {line}", file=sys.stderr)
-    return code
-
-
-def main(argv: list[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
-    return reported(lambda: _run(options))
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ class Application:
     def apply(self, link: bool, only_check: bool) -> list[str]:
         """Bring the checkout to the present state of the patch set; links stay links."""
         goal, notices = self._goal(link)
-        if self.journal.has(goal):
+        changes, wanted = self.journal.changes(goal), {p: [state(e)] for p, e in goal.items()}
+        if not changes and self.states == wanted:
             return ["already applied", *notices]
-        changes = self.journal.changes(goal)
         if only_check:
             return [f"would change {_count(changes)}", *changes, *notices]
         done = f"{'updated' if self.states else 'applied'}: {_count(changes)} changed"

@@ -76,11 +76,6 @@ class Journal:
         targets = sorted((self.originals | goal).items())
         return [path for path, to in targets if state(self.checkout.look(path)) != state(to)]
 
-    def has(self, goal: dict[str, Entry]) -> bool:
-        """Return whether ``goal`` is applied: in the journal, and in the checkout."""
-        states = {path: [state(entry)] for path, entry in goal.items()}
-        return self.states == states and not self.changes(goal)
-
     def move(self, goal: dict[str, Entry]) -> None:
         """Make the paths of ``goal`` ours, and restore the originals of all others."""
         before, old = self.originals, self.states

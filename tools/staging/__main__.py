@@ -60,7 +60,18 @@ def fails(features: Features, checkout: Path, name: str) -> bool:
         return any(subprocess.run(c.split(), **how).returncode for c in features.commands(name))
 
 
-def _run(options: argparse.Namespace) -> int:
+@reported
+def main(argv: list[str] | None = None) -> int:
+    """Return 0 if done, 1 if git refuses or tests fail, 2 for a wrong command line."""
+    what = "Stage features on HEAD of a git checkout: a commit each, upon those that it needs."
+    parser = Parser(prog="stage_upstream_pr.sh", description=what)
+    parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
+    parser.add_argument("checkout", type=Path, metavar="CHECKOUT")
+    parser.add_argument("feature", nargs="*", metavar="FEATURE", help="by default all")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--branch", metavar="B", help="make this branch, which is new")
+    which.add_argument("--try", action="store_true", help="run the tests of each")
+    options = parser.parse_args(argv)
     patchset = PatchSet(options.root)
     features = Features(patchset, patchset.lock.next or "")
     names = options.feature or list(features.by_name)
@@ -73,20 +84,6 @@ def _run(options: argparse.Namespace) -> int:
     elif failed := [name for name in names if fails(features, options.checkout, name)]:
         raise OverlayError(FAILED, f"tests fail: {', '.join(failed)}")
     return 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Return 0 if done, 1 if git refuses or tests fail, 2 for a wrong command line."""
-    what = "Stage features on HEAD of a git checkout: a commit each, upon those that it needs."
-    parser = Parser(prog="stage_upstream_pr.sh", description=what)
-    parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
-    parser.add_argument("checkout", type=Path, metavar="CHECKOUT")
-    parser.add_argument("feature", nargs="*", metavar="FEATURE", help="by default all")
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--branch", metavar="B", help="make this branch, which is new")
-    which.add_argument("--try", action="store_true", help="run the tests of each")
-    options = parser.parse_args(argv)
-    return reported(lambda: _run(options))
 
 
 if __name__ == "__main__":

@@ -80,8 +80,16 @@ def clone(checkout: Path, tree: Path, *options: str) -> Path:
     return tree
 
 
-def run(options: argparse.Namespace) -> int:
-    """Compare both trees; return 1 if tests are lost, or why a tree could not be made."""
+@reported
+def main(argv: list[str] | None = None) -> int:
+    """Return 0 if nothing is lost, 1 if tests are, 2 for a wrong command line."""
+    parser = Parser(prog="upstream_tests.sh", description=__doc__)
+    parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
+    parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="git checkout of upstream")
+    parser.add_argument("--worlds", type=numbers, default="1,2,4,8", metavar="N,…")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="of paths of test files")
+    parser.add_argument("--branch", metavar="B", help="run on it instead of the applied clone")
+    options = parser.parse_args(argv)
     work = options.root / "build/upstream-tests"
     pristine = clone(options.checkout, work / "pristine")
     branch = ("--branch", options.branch) if options.branch else ()
@@ -103,18 +111,6 @@ def run(options: argparse.Namespace) -> int:
         what = "passed again" if test in passing(again) else "LOST"
         print(f"{what}: {test[0]} ranks, {test[1]}:", *after.get(test, ("gone",)))
     return 1 if missing - passing(again) else 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Return 0 if nothing is lost, 1 if tests are, 2 for a wrong command line."""
-    parser = Parser(prog="upstream_tests.sh", description=__doc__)
-    parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
-    parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="git checkout of upstream")
-    parser.add_argument("--worlds", type=numbers, default="1,2,4,8", metavar="N,…")
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="of paths of test files")
-    parser.add_argument("--branch", metavar="B", help="run on it instead of the applied clone")
-    options = parser.parse_args(argv)
-    return reported(lambda: run(options))
 
 
 if __name__ == "__main__":
