@@ -12,15 +12,6 @@ from overlay.fetch import fetch
 from overlay.patchset import Lock
 
 
-@pytest.fixture
-def large_world(monkeypatch) -> None:
-    """Let grids of any size fit into the world, on a machine without a GPU."""
-    from megatron.core import cpu_runtime
-
-    monkeypatch.setenv("WORLD_SIZE", "4096")
-    cpu_runtime.install()
-
-
 @pytest.fixture(scope="session")
 def template(tmp_path_factory) -> World:
     return World(tmp_path_factory.mktemp("template"))
