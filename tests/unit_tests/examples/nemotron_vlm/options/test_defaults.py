@@ -27,6 +27,8 @@ PLAIN = f"{ENGINE} --bf16"
 SAVES = "--device cuda --save saved"
 OFFLOAD = "--optimizer-cpu-offload --use-precision-aware-optimizer"
 CP = "--data digits --bf16 --language cp=2"
+LONG = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
+GROWS = "--step-batch-size-schedule '0:16 1K:32' --micro-batch-size 4"  # after 31 samples of 32
 
 FACTS = {
     # With graphs, macro-batches divide a step.
@@ -45,6 +47,23 @@ FACTS = {
     "asynchronous": lambda run: run.args.async_save + run.args.use_persistent_ckpt_worker,
     # With a pipeline each microbatch has graphs of its own, whose FP8 weights would grow old.
     "no FP8 weights kept": lambda run: run.configs.language.disable_parameter_transpose_cache,
+    # cuDNN makes a kernel for each number of tokens; Transformer Engine reads the variables.
+    "cuDNN": lambda _: {os.environ.get(f"NVTE_NORM_{way}_USE_CUDNN") for way in ("FWD", "BWD")},
+    # Megatron's fused one rounds the gradients of the logits to bfloat16, in any precision.
+    "loss": lambda run: (run.args.loss_kernel, run.args.cross_entropy_loss_fusion),
+    "loss without a kernel": lambda run: FACTS["loss"](run),
+    # A short size is not that of an axis whose name ends alike.
+    "layout": lambda run: str(run.layouts.language),
+    # A flag that a preset turns on has an opposite.
+    "flags": lambda run: (run.args.untie_embeddings_and_output_weights, run.args.add_bias_linear),
+    # Else Transformer Engine's Adam saves 16 bits of each, beside those in the model's weight, and
+    # a run with another optimizer takes them for its master weights.
+    "whole": lambda run: get_megatron_optimizer_config(run.args)[0].store_param_remainders,
+    # A growing batch decays alike in every layout.
+    "decay": lambda run: (
+        *(run.args.global_batch_size, run.args.eval_global_batch_size),
+        run.args.lr_decay_iters,
+    ),
 }
 
 
@@ -105,9 +124,27 @@ FACTS = {
         (f"{SAVES} --bf16 --dry-run 1 {OFFLOAD}", 1, "asynchronous", 0),
         (f"{GRAPHS} {FP8} --language pp=1", 2, "no FP8 weights kept", False),
         (f"{GRAPHS} {FP8} --language pp=2", 2, "no FP8 weights kept", True),
+        (f"{LOCAL} --data mock", 1, "cuDNN", {"1"}),
+        (f"{LOCAL} --model tiny-omni --dynamic-resolution", 1, "cuDNN", {None}),
+        ("--device cpu --data mock", 1, "cuDNN", {None}),
+        (f"{LOCAL} --bf16", 1, "loss", (True, False)),
+        (f"{LOCAL} --bf16 --cross-entropy-loss-fusion", 1, "loss", (False, True)),
+        (f"{LOCAL} --bf16 --no-cross-entropy-loss-fusion", 1, "loss", (False, False)),
+        (f"{LOCAL} --bf16", 1, "loss without a kernel", (False, True)),
+        (f"{LOCAL} --fp16", 1, "loss without a kernel", (False, False)),
+        ("--device cpu", 1, "loss", (False, False)),
+        (f"{LONG} --language vpp=2,etp=1", 4, "layout", "tp=2,pp=2,dp=1,etp=1,vpp=2"),
+        ("", 2, "flags", (True, False)),
+        ("--no-untie-embeddings-and-output-weights --bias-linear", 2, "flags", (False, True)),
+        ("", 2, "whole", True),
+        (f"{GROWS} --train-iters 4", 1, "decay", (16, 16, 6)),  # two steps of 16 samples, two of 32
+        (f"{GROWS} --train-iters 4", 4, "decay", (16, 16, 6)),
+        (f"{GROWS} --train-iters 4 --lr-decay-iters 9", 1, "decay", (16, 16, 9)),
+        (f"{GROWS} --train-samples 96", 1, "decay", (16, 16, None)),
     ],
 )
-def test_a_default_follows_from_other_options(line, ranks, fact, expected, hopper):
+def test_a_default_follows_from_other_options(line, ranks, fact, expected, hopper, monkeypatch):
+    monkeypatch.setattr(derived, "has_loss_kernel", lambda: "without" not in fact)
     assert FACTS[fact](parsed(line, ranks)) == expected
 
 
@@ -123,43 +160,6 @@ def test_token_counts_stay_on_the_host_of_other_gpus(generation, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ("--device cuda", "1"),
-        ("--device cuda --model tiny-omni --dynamic-resolution", None),
-        ("--device cpu", None),
-    ],
-)
-def test_cudnn_has_the_norms_of_one_number_of_tokens(options, expected, monkeypatch):
-    """It makes a kernel for each number; Transformer Engine reads the variables."""
-    variables = "NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN"
-    for variable in variables:
-        monkeypatch.setenv(variable, "")  # so that the test's end restores it
-        del os.environ[variable]
-    parsed(f"--data mock --transformer-impl local {options}", 1)
-    assert [os.environ.get(variable) for variable in variables] == [expected] * 2
-
-
-@pytest.mark.parametrize(
-    ("options", "has_kernel", "expected"),
-    [
-        ("--device cuda --bf16", True, "kernel"),
-        ("--device cuda --bf16 --cross-entropy-loss-fusion", True, "Megatron's fused"),
-        ("--device cuda --bf16 --no-cross-entropy-loss-fusion", True, "Megatron's"),
-        ("--device cuda --bf16", False, "Megatron's fused"),
-        ("--device cuda --fp16", False, "Megatron's"),
-        ("--device cpu", True, "Megatron's"),
-    ],
-)
-def test_the_loss(options, has_kernel, expected, monkeypatch):
-    """Megatron's fused one rounds the gradients of the logits to bfloat16, in any precision."""
-    monkeypatch.setattr(derived, "has_loss_kernel", lambda: has_kernel)
-    args = parsed(f"--data mock --transformer-impl local {options}", 1).args
-    fused = "Megatron's fused" if args.cross_entropy_loss_fusion else "Megatron's"
-    assert ("kernel" if args.loss_kernel else fused) == expected
-
-
-@pytest.mark.parametrize(
     "options",
     [
         FP8,
@@ -172,33 +172,3 @@ def test_cuda_graphs_of_moe_layers_whose_counts_are_on_the_host_are_refused(opti
     line = f"{GRAPHS} --data mock --moe-grouped-gemm --cuda-graph-modules attn moe {options}"
     with pytest.raises(UserError, match="^--cuda-graph-modules moe needs token counts that"):
         parsed(line, 1)
-
-
-def test_a_short_size_is_not_that_of_an_axis_whose_name_ends_alike():
-    options = (
-        "--language vpp=2,etp=1 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
-    )
-    assert str(parsed(options, 4).layouts.language) == "tp=2,pp=2,dp=1,etp=1,vpp=2"
-
-
-def test_a_flag_that_a_preset_turns_on_has_an_opposite():
-    assert parsed("").args.untie_embeddings_and_output_weights
-    args = parsed("--no-untie-embeddings-and-output-weights --bias-linear").args
-    assert not args.untie_embeddings_and_output_weights and args.add_bias_linear
-
-
-def test_master_weights_are_whole():
-    """Else Transformer Engine's Adam saves 16 bits of each, beside those in the model's weight,
-    and a run with another optimizer takes them for its master weights."""
-    config, _ = get_megatron_optimizer_config(parsed("").args)
-    assert config.store_param_remainders
-
-
-def test_a_growing_batch_decays_alike_in_every_layout():
-    options = "--step-batch-size-schedule '0:16 1K:32' --micro-batch-size 4"
-    for world in (1, 4):  # 1000 tokens are 31 samples of 32: two steps of 16 samples, two of 32
-        args = parsed(f"{options} --train-iters 4", world).args
-        assert (args.global_batch_size, args.lr_decay_iters) == (16, 6)
-        assert args.eval_global_batch_size == 16
-    assert parsed(f"{options} --lr-decay-iters 9", 1).args.lr_decay_iters == 9
-    assert parsed(f"{options} --train-samples 96", 1).args.lr_decay_iters is None
