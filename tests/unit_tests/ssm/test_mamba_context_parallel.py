@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Strides and packed samples that a Mamba mixer gives its kernels."""
+"""Strides and packed samples that recurrent layers give their kernels."""
 
 from unittest.mock import MagicMock
 
@@ -10,7 +10,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.mamba_mixer import MambaMixer
-from megatron.core.ssm.token_order import sample_of_each_token
+from megatron.core.ssm.token_order import sample_of_each_token, sample_starts
 from megatron.core.token_layout import pad_lengths
 
 
@@ -46,3 +46,12 @@ def test_samples_that_cannot_be_told_apart_are_refused():
     with pytest.raises(ValueError, match="describes 8 tokens, the Mamba layer has 4"):
         sample_of_each_token(pad_lengths((8,), cp_size=2).packed_seq_params("cpu"), tokens=4)
     assert sample_of_each_token(packed_of_one(0, 8), tokens=8) is None  # one needs no index
+
+
+def test_a_length_that_only_cp_divides_is_refused():
+    """Zigzag order cuts each sample into 2·cp parts; a gated delta net takes no other order."""
+    starts = sample_starts(packed_of_one(0, 4, 12), 12, 2, torch.device("cpu"))
+    assert starts.tolist() == [0, 4, 12]
+    for packed, tokens in ((packed_of_one(0, 6, 12), 12), (None, 6)):
+        with pytest.raises(ValueError, match="multiples of 4"):
+            sample_starts(packed, tokens, 2, torch.device("cpu"))
