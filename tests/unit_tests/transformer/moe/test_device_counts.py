@@ -18,14 +18,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import grouped_experts
 from megatron.core.transformer.moe.device_counts import DeviceCountDispatcher, counts_stay_on_device
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.grouped_experts import (
-    GroupedExperts,
     lay_out_frozen_experts,
     with_grouped_experts,
 )
@@ -242,22 +239,11 @@ def test_fused_permutations_leave_anything_in_the_rows_after_the_experts(groups_
     torch.testing.assert_close(results(own, padding), expected, **TOLERANCE)
 
 
-def experts_of(groups: ProcessGroupCollection, **options) -> GroupedExperts:
-    layers = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    experts = GroupedExperts(
-        EXPERTS, config_of(**ON_DEVICE | options), layers, pg_collection=groups
-    )
-    draw = torch.Generator().manual_seed(1)
-    for parameter in experts.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape, generator=draw) / 6)
-    return experts.to(Utils.device)
-
-
 @requires_world_size(1)
 @pytest.mark.parametrize("option", ["add_bias_linear", "gated_linear_unit"])
 def test_what_grouped_gemms_do_not_compute_is_refused(groups_of, option):
     with pytest.raises(ValueError, match="takes no biases and no gated units"):
-        experts_of(groups_of(1, 1), **{option: True})
+        make(groups_of(1, 1), config_of(**ON_DEVICE, **{option: True}), False, is_own=True)
 
 
 @requires_world_size(1)
