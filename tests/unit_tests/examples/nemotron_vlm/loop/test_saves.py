@@ -1,8 +1,10 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A save that fails, on whichever rank and in whichever of its files: the run goes on."""
+"""A save that fails, on whichever rank and in whichever of its files: the run goes on. Which
+checkpoints stay: the newest, the best, and the one that a run began with."""
 
 import functools
+import json
 import re
 import tempfile
 import threading
@@ -15,10 +17,13 @@ from unittest import mock
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.loop.best import best_of
+from examples.mimo.nemotron_vlm.loop.forward_step import SCORES
 from examples.mimo.nemotron_vlm.options import run
 from megatron.core.dist_checkpointing import parallel_manifest, serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -184,53 +189,54 @@ def of_files(directory: Path) -> dict[Path, int]:
     return {file: file.stat().st_mtime_ns for file in directory.iterdir()}
 
 
+def saved(folder: Path, *options: str, steps: int) -> tuple[list[int], list[int]]:
+    """Save each step of a run; return the steps that it took, and those whose checkpoints it left,
+    the newest alone unless others are to stay."""
+    keeps = ("--save-retain-interval", "100", *options)
+    records = trajectory(*SAVES, str(folder), *keeps, steps=steps)
+    wait_for_deletions()
+    assert newest(folder) == steps
+    left = sorted(int(path.name[5:]) for path in folder.glob("iter_*"))
+    return [record["step"] for record in records], left
+
+
 @requires_world_size(2)
 class TestTheCheckpointThatARunBeganWith:
-    KEEPS = ("--save-retain-interval", "100")
+    """Trackers that name no step: a converted checkpoint has such a one; the run saves as if it
+    were of step 0, and deletes its own."""
 
-    def saved(self, folder: Path, steps: int) -> Path:
-        trajectory(*SAVES, str(folder), *self.KEEPS, steps=steps)
-        wait_for_deletions()
-        return folder / f"iter_{steps:07d}"
-
-    @pytest.mark.parametrize("says", ["release", "x\n"])
-    def test_may_have_a_tracker_that_names_no_step(self, says, shared_path):
-        """A converted checkpoint has such a tracker; the run saves as if it were of step 0, and
-        deletes its own."""
-        source = self.saved(shared_path, 1)
-        if Utils.rank == 0:
-            source.rename(shared_path / "release")
-            Path(tracker_of(str(shared_path))).write_text(says)
+    @pytest.mark.parametrize(
+        ("before", "tracker", "begins", "taken", "stays", "said"),
+        [
+            (1, "release", ("--load",), [1, 2], True, 0),
+            (1, "x\n", (), [1, 2], True, 0),
+            (3, "", ("--load", "--finetune"), [1, 2, 3, 4], True, 1),
+            (3, "", ("--pretrained-checkpoint",), [1, 2], True, 0),
+            (1, "", ("--load",), [2], False, 0),
+        ],
+    )
+    def test_is_deleted_and_written_over_only_where_the_run_goes_on_from_it(
+        self, before, tracker, begins, taken, stays, said, shared_path, capfd
+    ):
+        saved(shared_path, steps=before)
+        source = shared_path / f"iter_{before:07d}"
+        if tracker:
+            if Utils.rank == 0:
+                source.rename(shared_path / "release")
+                Path(tracker_of(str(shared_path))).write_text(tracker)
+            source = shared_path / "release"
         dist.barrier()
-        load = ("--load", str(shared_path)) if says == "release" else ()
-        assert len(trajectory(*SAVES, str(shared_path), *self.KEEPS, *load, steps=2)) == 2
-        wait_for_deletions()
-        assert newest(shared_path) == 2 and (shared_path / "release/.metadata").exists()
-        assert [path.name for path in shared_path.glob("iter_*")] == ["iter_0000002"]
-        dist.barrier()
-
-    @pytest.mark.parametrize(("kind", "steps"), [("--load", 4), ("--pretrained-checkpoint", 2)])
-    def test_is_neither_deleted_nor_written_over(self, kind, steps, shared_path, capfd):
-        source = self.saved(shared_path, 3)
-        before = of_files(source)
-        begins = (kind, str(shared_path), *["--finetune"] * (kind == "--load"))
-        records = trajectory(*SAVES, str(shared_path), *self.KEEPS, *begins, steps=steps)
-        assert [record["step"] for record in records] == list(range(1, steps + 1))
-        wait_for_deletions()
-        assert newest(shared_path) == steps and of_files(source) == before
-        said = capfd.readouterr().err.count("has the weights that this run began with")
-        assert said == (steps == 4 and Utils.rank == 0)
-        dist.barrier()
-
-    def test_is_deleted_where_the_run_goes_on_from_it(self, shared_path):
-        source = self.saved(shared_path, 1)
-        trajectory(*SAVES, str(shared_path), *self.KEEPS, "--load", str(shared_path), steps=2)
-        wait_for_deletions()
-        assert newest(shared_path) == 2 and not source.exists()
+        files, words = of_files(source), list(begins)
+        words[1:1] = [str(shared_path)] * bool(begins)
+        left = {taken[-1], *[before] * (stays and not tracker)}
+        assert saved(shared_path, *words, steps=taken[-1]) == (taken, sorted(left))
+        assert not stays or of_files(source) == files
+        text = capfd.readouterr().err
+        assert text.count("has the weights that this run began with") == said * (Utils.rank == 0)
         dist.barrier()
 
     def test_is_not_one_where_a_save_has_only_begun(self, shared_path):
-        self.saved(shared_path, 1)
+        saved(shared_path, steps=1)
         if Utils.rank == 0:
             (shared_path / "iter_0000007").mkdir()
             (shared_path / "iter_0000008").mkdir()
@@ -240,4 +246,37 @@ class TestTheCheckpointThatARunBeganWith:
             goes_on = ("--load", str(shared_path), "--ckpt-step", step)
             with pytest.raises(UserError, match=rf"has no iter_000000{step}; steps there: 1$"):
                 trajectory(*goes_on, steps=9)
+        dist.barrier()
+
+
+@requires_world_size(2)
+class TestTheBest:
+    """Losses of evaluations are made up: 3, 1, 2, 1.5 and, where the run goes on, 0.5."""
+
+    LOSSES = 3.0, 1.0, 2.0, 1.5, 0.5
+
+    def left(self, folder: Path, monkeypatch, steps: int, *options: str) -> list[int]:
+        def evaluated(*arguments, **named):
+            loss = torch.tensor(self.LOSSES[get_args().curr_iteration])
+            scores = dict.fromkeys(SCORES.values(), loss)
+            return (scores if Utils.rank == Utils.world_size - 1 else {}), None, False
+
+        monkeypatch.setattr(training, "evaluate", evaluated)
+        best = ("--keep-best", "eval_loss", "--eval-interval", "1", "--eval-iters", "1")
+        return saved(folder, *best, *options, steps=steps)[1]
+
+    def test_is_kept_beside_the_newest_until_a_better_one(self, shared_path, monkeypatch):
+        assert self.left(shared_path, monkeypatch, 4) == [2, 4]
+        assert best_of(shared_path).name == "iter_0000002"
+        assert_whole(best_of(shared_path), ranks=2)
+        dist.barrier()
+        assert self.left(shared_path, monkeypatch, 5, "--load", str(shared_path)) == [2, 5]
+        assert json.loads((shared_path / "best.json").read_text()) == {"step": 5, "eval_loss": 0.5}
+        dist.barrier()
+
+    def test_is_none_where_its_save_failed(self, shared_path, monkeypatch):
+        place = PLACES["a rank's tensors"]
+        monkeypatch.setattr(place.owner, place.name, failing(getattr(*place[:2]), place, 2))
+        assert self.left(shared_path, monkeypatch, 3) == [3]
+        assert best_of(shared_path).name == "iter_0000003"
         dist.barrier()
