@@ -1,67 +1,16 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient norm counts each element of the model once, however TP, EP and ETP share it."""
+"""Verdict, norm and clipping of gradients that have other types, or lie elsewhere."""
 
-import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron.core.models.mimo.joint_optimizer import gradients, leaf, optimizer
+from megatron.core.models.mimo.joint_optimizer import gradients, optimizer
 from megatron.core.optimizer import clip_grads
-from tests.unit_tests.examples.nemotron_vlm.runs import SMALL, Trainer, trainer
+from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import requires_world_size
-
-
-def norm_of_ones(run: Trainer) -> float:
-    """Take a step in which every element of every gradient is one."""
-    launch = run.optimizer.launch
-
-    def launch_with_ones() -> None:
-        for stage in run.stages:
-            for parameter in stage.parameters():
-                parameter.main_grad.fill_(1)
-        launch()
-
-    run.optimizer.launch = launch_with_ones
-    record = run.train_step()
-    assert not record["skipped"]
-    return record["grad_norm"]
-
-
-@functools.cache
-def elements(*options: str) -> int:
-    """Number of elements of the model, which every rank holds whole."""
-    with trainer(*SMALL, "--encoder", "dp=4", "--language", "dp=4", *options) as run:
-        return sum(p.numel() for stage in run.stages for p in stage.parameters())
-
-
-@requires_world_size(4)
-@pytest.mark.parametrize(
-    ("language", "marked", "options"),
-    [
-        ("tp=2,dp=2,ep=4,etp=1", True, ()),
-        ("tp=2,dp=2,ep=4,etp=1", False, ()),
-        ("tp=2,cp=2,dp=1,ep=2,etp=1", False, ("--no-use-distributed-optimizer",)),
-        ("tp=2,pp=2,dp=1,ep=2,etp=1", True, ("--no-untie-embeddings-and-output-weights",)),
-    ],
-)
-def test_it_is_the_root_of_the_number_of_elements(language, marked, options, monkeypatch):
-    """Also where layers leave weights of whole experts unmarked, which TP ranks do not share then:
-    those of Transformer Engine's grouped GEMM were."""
-    make = leaf.get_megatron_optimizer
-
-    def unmarked(config, stages, *args, **more):
-        for parameter in (p for stage in stages for p in stage.parameters()):
-            if not getattr(parameter, "allreduce", True):
-                parameter.tensor_model_parallel = marked
-        return make(config, stages, *args, **more)
-
-    whole = elements(*options)
-    monkeypatch.setattr(leaf, "get_megatron_optimizer", unmarked)
-    with trainer(*SMALL, "--encoder", "tp=2,dp=2", "--language", language, *options) as run:
-        assert norm_of_ones(run) == pytest.approx(whole**0.5, rel=1e-6)
 
 
 @pytest.mark.parametrize(("is_aware", "name"), [(False, "grad"), (True, "decoupled_grad")])

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.joint_optimizer import leaf
 from megatron.core.models.mimo.joint_optimizer.state import leaves
 from megatron.core.models.mimo.schedule import grad_finalization
 from megatron.core.utils import unwrap_model
@@ -47,7 +48,7 @@ def step(run: Trainer) -> list[tuple[bool, float | None, int | None]]:
 
 def scales(run: Trainer) -> set[float]:
     """Loss scales of the optimizer and of its members on all ranks."""
-    own = [leaf.get_loss_scale().item() for leaf in run.optimizer._leaves]
+    own = [each.get_loss_scale().item() for each in run.optimizer._leaves]
     return set().union(*on_all_ranks({run.optimizer.get_loss_scale().item(), *own}))
 
 
@@ -128,6 +129,44 @@ def test_a_step_launches_the_norm_before_the_host_waits_for_the_gradients(monkey
     assert launched == [True]
 
 
+@pytest.mark.parametrize(
+    ("language", "marked", "options"),
+    [
+        ("tp=2,dp=2,ep=4,etp=1", True, ()),
+        ("tp=2,dp=2,ep=4,etp=1", False, ()),
+        ("tp=2,cp=2,dp=1,ep=2,etp=1", False, ("--no-use-distributed-optimizer",)),
+        ("tp=2,pp=2,dp=1,ep=2,etp=1", True, ("--no-untie-embeddings-and-output-weights",)),
+    ],
+)
+def test_the_norm_of_ones_is_the_root_of_the_number_of_elements(
+    language, marked, options, monkeypatch
+):
+    """Also where layers leave weights of whole experts unmarked, which TP ranks do not share then:
+    those of Transformer Engine's grouped GEMM were."""
+    make = leaf.get_megatron_optimizer
+
+    def unmarked(config, stages, *args, **more):
+        for parameter in (p for stage in stages for p in stage.parameters()):
+            if not getattr(parameter, "allreduce", True):
+                parameter.tensor_model_parallel = marked
+        return make(config, stages, *args, **more)
+
+    monkeypatch.setattr(leaf, "get_megatron_optimizer", unmarked)
+    with run_of(("tp=2,dp=2", language, ()), *options) as run:
+        weights, launch = gather_weights(run.stages), run.optimizer.launch
+        trained = [whole for name, whole in weights.items() if not name.endswith("expert_bias")]
+        expected = sum(whole.numel() for whole in trained) ** 0.5
+
+        def launch_with_ones():
+            for stage in run.stages:
+                for parameter in stage.parameters():
+                    parameter.main_grad.fill_(1)
+            launch()
+
+        monkeypatch.setattr(run.optimizer, "launch", launch_with_ones)
+        assert step(run) == [(True, pytest.approx(expected, rel=1e-6), None)] * 4
+
+
 def test_norm_and_zeros_are_counted_once_wherever_parameters_are():
     """The step has clipped the gradients of all modules by their common norm."""
     results, clip = [], ("--clip-grad", "0.1")
@@ -155,7 +194,7 @@ def test_optimizer_instances_hold_the_state_once_each_and_none_of_other_modules(
         options = ("--num-distributed-optimizer-instances", count)
         with run_of(("dp=4", "dp=4", ()), *options) as run:
             run.train_step()
-            states = [s for leaf in run.optimizer._leaves for s in leaf.optimizer.state.values()]
+            states = [s for each in run.optimizer._leaves for s in each.optimizer.state.values()]
             sizes.append(sum(on_all_ranks(sum(state["exp_avg"].numel() for state in states))))
             with pytest.raises(ValueError, match="no optimizer state of images: .* language"):
                 run.optimizer.load_state_dict({LANGUAGE: {"optimizer": {}}})
