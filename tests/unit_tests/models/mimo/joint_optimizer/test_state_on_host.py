@@ -261,7 +261,8 @@ def test_masters_are_made_when_copied_to_the_host_or_another_process():
 
 @pytest.mark.parametrize("bits", [0, 1, 0x7FFF, -0x8000, -1], ids=hex)
 def test_halves_make_up_the_master_weight(bits):
-    """Upper bits of 1.0, of its successor, of the last before 2.0, of -1.0, and of 0.0."""
+    """Upper bits of 1.0, of its successor, of the last before 2.0, of -1.0, and of 0.0. A run
+    begins with remainders of zero: weights are their own masters."""
     upper = torch.tensor([0x3F80, 0x3F81, 0x3FFF, -0x4080, 0], dtype=torch.int32)
     masters = ((upper << 16) | (bits & 0xFFFF)).view(torch.float32)
     weights, remainders = split_masters(masters)
@@ -270,10 +271,3 @@ def test_halves_make_up_the_master_weight(bits):
         assert torch.equal(weights, masters.bfloat16())
     assert torch.equal(weights.view(torch.int16).int(), upper + (bits < 0))
     assert whole_masters(weights, remainders).view(torch.int32).equal(masters.view(torch.int32))
-
-
-def test_weights_without_remainders_are_their_own_masters():
-    """A run begins with remainders of zero."""
-    weights = torch.randn(100).bfloat16()
-    none = torch.zeros(100, dtype=torch.int16)
-    assert whole_masters(weights, none).equal(weights.float())
