@@ -56,6 +56,15 @@ def test_only_training_on_gpus_sees_them_and_graphs_have_variables_of_their_own(
     assert (variables[CONNECTIONS], variables.get(LOADING)) == (connections, loading)
 
 
+def started(words: str, environment: dict[str, str]) -> str:
+    """Run the program to its good end; return its output."""
+    command = [sys.executable, ROOT / "examples/mimo/pretrain_nemotron_vlm.py", *words.split()]
+    given = {"capture_output": True, "text": True, "timeout": 600}
+    done = subprocess.run(command, env=environment, **given)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_the_environment_is_set_before_a_library_that_reads_it_is_imported(tmp_path):
     """The program keeps variables that the user has set. Each host has its own kernels: on a
     network file system, a file that another host replaces cannot be read on."""
@@ -65,16 +74,8 @@ def test_the_environment_is_set_before_a_library_that_reads_it_is_imported(tmp_p
     unset = {LOADING, "TORCHINDUCTOR_CACHE_DIR", "NVTE_FRAMEWORK"}
     kept = {name: value for name, value in os.environ.items() if name not in unset}
     given = {CONNECTIONS: "32", "TRITON_CACHE_DIR": "/kernels"}
-    program = ROOT / "examples/mimo/pretrain_nemotron_vlm.py"
-    done = subprocess.run(
-        [sys.executable, program, *f"{GRAPHS} local".split()],
-        capture_output=True,
-        text=True,
-        env=kept | {"PYTHONPATH": str(tmp_path)} | given,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    said = started(f"{GRAPHS} local", kept | {"PYTHONPATH": str(tmp_path)} | given)
+    found = json.loads(said)
     assert {name: found[name] for name in given} == given
     assert (found[LOADING], found["NVTE_FRAMEWORK"]) == ("EAGER", "pytorch")
     assert found["TRITON_CACHE_AUTOTUNING"] == "1"
@@ -85,15 +86,7 @@ def test_cpu_ranks_leave_installed_gpu_kernels_alone(tmp_path):
     for name in GPU_KERNELS:
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('needs a GPU')")
     path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
-    program = ROOT / "examples" / "mimo" / "pretrain_nemotron_vlm.py"
-    done = subprocess.run(
-        [sys.executable, program, "--device", "cpu", "--model", "tiny", "--dry-run", "1"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": path},
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    started("--device cpu --model tiny --dry-run 1", os.environ | {"PYTHONPATH": path})
 
 
 LOST = "[/pytorch/third_party/gloo/x.cc:5] Connection closed by peer [127.0.0.1]:5. Look at it."
