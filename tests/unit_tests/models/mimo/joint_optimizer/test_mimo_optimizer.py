@@ -2,14 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules on different ranks agree before they step; rows.py has the steps by themselves."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
-from megatron.core.models.mimo.joint_optimizer import leaf
+from megatron.core.models.mimo.joint_optimizer import gradients, leaf, optimizer
 from megatron.core.models.mimo.joint_optimizer.state import leaves
 from megatron.core.models.mimo.schedule import grad_finalization
+from megatron.core.optimizer import clip_grads
 from megatron.core.utils import unwrap_model
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import APART, FLAT
 from tests.unit_tests.examples.nemotron_vlm.runs import SMALL, Trainer, trainer
@@ -38,11 +41,11 @@ def on_all_ranks(value) -> list:
 
 def step(run: Trainer) -> list[tuple[bool, float | None, int | None]]:
     """Take a step; what the optimizer returns on each rank: the record is the last rank's alone."""
-    optimizer, found = run.optimizer, []
-    take = optimizer.step
-    optimizer.step = lambda: found.append(take()) or found[-1]
+    joint, found = run.optimizer, []
+    take = joint.step
+    joint.step = lambda: found.append(take()) or found[-1]
     run.train_step()
-    del optimizer.step
+    del joint.step
     return on_all_ranks(found[0])
 
 
@@ -199,3 +202,50 @@ def test_optimizer_instances_hold_the_state_once_each_and_none_of_other_modules(
             with pytest.raises(ValueError, match="no optimizer state of images: .* language"):
                 run.optimizer.load_state_dict({LANGUAGE: {"optimizer": {}}})
     assert sizes[1] == 2 * sizes[0]
+
+
+@pytest.mark.parametrize(("is_aware", "name"), [(False, "grad"), (True, "decoupled_grad")])
+def test_a_bad_gradient_of_a_repeated_parameter_is_found_wherever_it_is_kept(is_aware, name):
+    """The precision-aware optimizer has gradients of other types than its parameters."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    stub = SimpleNamespace(
+        prepare_grads=lambda: False,
+        get_parameters=lambda: [parameter],
+        tp_group=SimpleNamespace(rank=lambda: 1),
+        config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=is_aware),
+    )
+    setattr(parameter, name, torch.ones(2))
+    assert not gradients.unscale(stub)
+    setattr(parameter, name, torch.tensor([1, torch.nan]))
+    assert gradients.unscale(stub)
+
+
+def norm_in_the_type_of_the_first(_chunk, _overflow, lists, _per_tensor):
+    """Read gradients as Transformer Engine's kernel does."""
+    read = [each.view(lists[0][0].dtype)[: len(each)].float() for each in lists[0]]
+    return torch.cat(read).norm().view(1), None
+
+
+@requires_world_size(1)
+def test_the_norm_is_that_of_gradients_of_several_types(monkeypatch):
+    """Mamba-2's rates are fp32 in a model in bfloat16."""
+    found = [torch.full((4,), 2.0, dtype=torch.bfloat16), torch.full((3,), 1 / 3)]
+    stub = SimpleNamespace(
+        get_grads_for_grad_norm=lambda: found, get_grad_stats_parallel_group=lambda: None
+    )
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", norm_in_the_type_of_the_first)
+    with trainer():  # for its process groups
+        square = gradients.square(stub)
+    assert square.item() == pytest.approx(16 + 1 / 3, rel=1e-6)
+
+
+@requires_world_size(1)
+def test_gradients_of_several_types_are_clipped_type_by_type(monkeypatch):
+    types, mixed = [], [torch.ones(2, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    monkeypatch.setattr(optimizer, "gradients_of", lambda _: [(None, each) for each in mixed])
+    monkeypatch.setattr(
+        optimizer, "clip", lambda found, *_: types.append({each.dtype for each in found})
+    )
+    with trainer() as run:
+        run.train_step()
+    assert types == [{torch.bfloat16}, {torch.float32}]
