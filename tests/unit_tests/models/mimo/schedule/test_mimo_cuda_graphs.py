@@ -19,14 +19,6 @@ from tests.unit_tests.models.mimo.one_step import arguments
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 
-def make_manager(function=None) -> CudaGraphManager:
-    """Make a manager that works without a GPU as long as nothing is captured."""
-    manager = CudaGraphManager.__new__(CudaGraphManager)
-    torch.nn.Module.__init__(manager)
-    manager.func, manager.reuse_cudagraphs = function, True
-    return manager
-
-
 class TestRecording:
     @requires_world_size(2)
     def test_is_of_training_steps_alone(self, monkeypatch):
@@ -86,7 +78,8 @@ class TestPackedRows:
 class TestTeardown:
     def test_deletes_graphs_before_groups(self):
         Utils.initialize_distributed()
-        manager = make_manager()
+        manager = CudaGraphManager.__new__(CudaGraphManager)
+        torch.nn.Module.__init__(manager)
         graph = torch.nn.Identity()  # anything that can be watched
         alive = weakref.ref(graph)
         manager.cudagraph_runners = [SimpleNamespace(fwd_graph=graph, bwd_graph=None)]
