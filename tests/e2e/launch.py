@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -77,9 +76,7 @@ def _rank(arguments: list[str], directory: str) -> None:
 
     own = Path(directory, os.environ["RANK"])
     own.mkdir()
-    for stream, name in ((sys.stdout, "output"), (sys.stderr, "errors")):
-        with (own / name).open("w") as file:
-            os.dup2(file.fileno(), stream.fileno())
+    redirect(own / "output", own / "errors")
     os.chdir(CHECKOUT)
     try:
         code = main(arguments)
@@ -88,19 +85,14 @@ def _rank(arguments: list[str], directory: str) -> None:
     (own / "code").write_text(str(code))
 
 
-def faulty_ranks(errors: Path, fault: str, arguments: list[str], restarts: int) -> None:
-    """Be the agent of two ranks with a fault; their error output goes to the file."""
-    os.chdir(CHECKOUT)
-    for descriptor, path in ((1, os.devnull), (2, errors)):
-        with open(path, "w") as file:
-            os.dup2(file.fileno(), descriptor)
-    sys.exit(run_ranks(2, _faulty_rank, fault, arguments, restarts=restarts))
-
-
-def _faulty_rank(fault: str, arguments: list[str]) -> None:
-    from tests.e2e.faulty_rank import train
-
-    train(fault, arguments)
+def redirect(output: Path, errors: Path | None = None) -> None:
+    """Write what this process says into a file, or its errors into another."""
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    if errors:
+        with errors.open("w") as file:
+            os.dup2(file.fileno(), 2)
 
 
 def wait_until(holds: Callable[[], bool], limit_s: float) -> None:

@@ -3,14 +3,23 @@
 """A rank that dies or hangs: torchrun's agent and the limits on collectives end the run, and
 nothing saved is lost."""
 
+import functools
 import hashlib
 import json
+import os
 import re
+import signal
+import sys
+import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from examples.mimo.nemotron_vlm.loop.metrics import read_metrics
-from tests.e2e.launch import LIMIT_S, faulty_ranks, forked, kill, run
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.training import training
+from tests.agent import run_ranks
+from tests.e2e.launch import CHECKOUT, LIMIT_S, forked, kill, redirect, run
 
 ARGUMENTS = (
     *("--placement", "non-colocated", "--train-iters", "6", "--save-interval", "2"),
@@ -19,9 +28,42 @@ ARGUMENTS = (
 )
 
 
+FAULTS = {
+    "killed while writing": (TorchDistSaveShardedStrategy, "save"),
+    "hangs when all is written": (serialization, "save_manifest"),
+}
+"""Functions in which the fault strikes."""
+
+
 def start_faulty(errors: Path, fault: str, *more: object, restarts: int = 0) -> BaseProcess:
     """Start the program with this fault and return at once; the file gets its error output."""
-    return forked(faulty_ranks, errors, fault, list(map(str, (*ARGUMENTS, *more))), restarts)
+    return forked(_faulty_ranks, errors, fault, list(map(str, (*ARGUMENTS, *more))), restarts)
+
+
+def _faulty_ranks(errors: Path, fault: str, arguments: list[str], restarts: int) -> None:
+    os.chdir(CHECKOUT)
+    redirect(Path(os.devnull), errors)
+    sys.exit(run_ranks(2, _faulty_rank, fault, arguments, restarts=restarts))
+
+
+def _faulty_rank(fault: str, arguments: list[str]) -> None:
+    """Train as one rank; the second is killed or hangs while it saves the fourth step."""
+    from examples.mimo.pretrain_nemotron_vlm import main
+
+    owner, name = FAULTS[fault]
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def faulty(*given, **named):
+        is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        step = training.get_args().curr_iteration + 1
+        if is_first and (os.environ["RANK"], step) == ("1", 4):
+            os.kill(os.getpid(), signal.SIGKILL) if "killed" in fault else time.sleep(10**6)
+        return original(*given, **named)
+
+    setattr(owner, name, faulty)
+    if code := main(arguments):
+        sys.exit(code)
 
 
 def newest(directory: Path) -> int:

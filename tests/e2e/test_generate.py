@@ -183,12 +183,6 @@ def test_an_export_asks_by_the_template_that_trained(tmp_path, template):
     assert theirs.chat_template == (template or DEFAULT_TEMPLATE)
 
 
-def test_a_tokenizer_that_does_not_know_a_word_is_said(trained, capsys):
-    words = next(iter(trained.asked.values()))[:-1]
-    assert generate.main([str(trained.path / "saved"), *words, "zebra"]) == 2
-    assert capsys.readouterr().err == "error: the tokenizer does not know all of its words\n"
-
-
 def records(asked: Iterable[list[str]], path: Path) -> list[dict]:
     """Return questions as records of a file in the folder ``path``, where their media are put."""
     made = []
@@ -253,6 +247,7 @@ def test_a_seed_repeats_what_is_drawn(trained, capsys, monkeypatch):
         (["--image", "none.png"], "none.png: no such file, or an empty folder"),
         (["--image", "a.wav", "--ask", "read"], "image 1: "),
         (["--sound", "a.wav", "--ask", "read"], "sound 1: the model has no encoder of sound"),
+        (["--ask", "read zebra"], "the tokenizer does not know all of its words"),
         (["--step", "7"], "iter_0000007"),
         (["--top-p", "2"], "--top-p above 0 and at most 1"),
         (["--questions", "a.jsonl", "--ask", "read"], "leave out --ask"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launch import CHECKOUT, LIMIT_S, REPOSITORY, forked, kill, wait_until
+from tests.e2e.launch import CHECKOUT, LIMIT_S, REPOSITORY, forked, kill, redirect, wait_until
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import is_of_this_process
 
 PROGRAM = "examples/mimo/pretrain_nemotron_vlm.py"
@@ -65,9 +65,7 @@ def _start(words: list[str], said: Path) -> None:
     for name in filter(is_of_this_process, list(os.environ)):  # a test before may have set it
         del os.environ[name]
     os.environ["PYTHONPATH"] = f"{CHECKOUT}{os.pathsep}{REPOSITORY}"
-    with said.open("w") as file:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), stream.fileno())
+    redirect(said)
     sys.exit(launch(words) if words[0] == LAUNCHER[0] else main(words))
 
 

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from tests.agent import run_ranks
-from tests.e2e.launch import CHECKOUT, LIMIT_S, REPOSITORY, forked, kill
+from tests.e2e.launch import CHECKOUT, LIMIT_S, REPOSITORY, forked, kill, redirect
 from tests.unit_tests.checkpoint.conversions import convert, tensors_of
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_omni
@@ -73,9 +73,7 @@ def run(words: list[str], folder: Path, environment: dict[str, str]) -> str:
 def _process(words: list[str], folder: Path, environment: dict[str, str], output: Path) -> None:
     os.chdir(folder)
     os.environ.update(environment)
-    with output.open("w") as file:
-        for descriptor in (1, 2):
-            os.dup2(file.fileno(), descriptor)
+    redirect(output)
     if words[0] == "torchrun":
         sys.exit(run_ranks(2, _program, words[1:]))
     _program(words[1:] if "python" in words[0] else words)
