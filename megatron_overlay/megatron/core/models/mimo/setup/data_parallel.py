@@ -36,12 +36,13 @@ def prepare_for_training(
     """
     finalize = partial(finalize_mimo_grads, are_checked=ddp_config.check_for_nan_in_grad)
     encoders = [name for name in modules if name != MIMO_LANGUAGE_MODULE_KEY]
+    language = [stage.language_model for stage in stages if stage.language_model is not None]
     for number, stage in enumerate(stages):
         for name, module in stage.modality_submodules.items():
             config = next(iter(module.encoders.values())).config
-            stage.modality_submodules[name] = _wrapped(module, config, ddp_config, number)
+            stage.modality_submodules[name] = _wrapped([module], config, ddp_config, 0)
         if stage.language_model is not None:
-            stage.language_model = _wrapped(stage.language_model, stage.config, ddp_config, number)
+            stage.language_model = _wrapped(language, stage.config, ddp_config, number)
         stage.config.finalize_model_grads_func = finalize
         stage.step_losses = []
         stage.config.no_sync_func = partial(no_grad_sync, stages)
@@ -53,21 +54,24 @@ def prepare_for_training(
 
 
 def _wrapped(
-    module: nn.Module,
+    parts: list[nn.Module],
     config: TransformerConfig,
     ddp_config: DistributedDataParallelConfig,
     vp_stage: int,
 ) -> DistributedDataParallel:
+    """Wrap the part of a module that a virtual stage has; the optimizer wants one size of buckets
+    for all parts."""
     # A copy, as DDP writes the bucket size into its config. The schedules do not start parameter
     # gathers for all stages at once (align_param_gather); each module's layers start the next one.
     ddp_config = replace(ddp_config, align_param_gather=False, check_for_nan_in_grad=False)
     if ddp_config.num_buckets is not None:
-        count = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        trained = (p for part in parts for p in part.parameters() if p.requires_grad)
+        count = sum(p.numel() for p in trained)
         ddp_config.bucket_size = count // ddp_config.num_buckets
     return DistributedDataParallel(
         config,
         ddp_config,
-        module,
+        parts[vp_stage],
         disable_bucketing=vp_stage > 0,
-        pg_collection=module.pg_collection,
+        pg_collection=parts[vp_stage].pg_collection,
     )
