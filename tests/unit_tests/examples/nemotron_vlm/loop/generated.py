@@ -26,17 +26,30 @@ from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
     ALLGATHER,
     APART,
     CONTIGUOUS,
+    EVALUATION,
+    MACRO_BATCH,
     OVERLAP,
     ZIGZAG,
     Row,
 )
-from tests.unit_tests.examples.nemotron_vlm.runs import DEVICE
+from tests.unit_tests.examples.nemotron_vlm.runs import DEVICE, OWN_DEFAULTS
 
 SIZES = (1, 2, 4)
 AGAIN = ("--recompute-encoder", "1")
+PARTLY = ("--recompute-granularity", "selective", "--recompute-modules", "moe")
+BUCKETS = ("--overlap-grad-reduce", "--ddp-num-buckets", "5", "--use-cpu-initialization")
+BUCKETS += ("--rerun-mode", "disabled", "--manual-gc", "--log-throughput")
+INSTANCES = ("--num-distributed-optimizer-instances", "2")
+BALANCED = "--moe-router-load-balancing-type"
 TIED = ("--no-untie-embeddings-and-output-weights", "--moe-z-loss-coeff", "1e-3")
+TIED += (BALANCED, "aux_loss")
 LEARNED = ("--position-embedding-type", "learned_absolute", "--moe-shared-expert-gate")
+LEARNED += (BALANCED, "global_aux_loss")
 GATED = ("--swiglu", "--no-squared-relu", "--normalization", "LayerNorm")
+BY_PART = ("--encoder-lr", "4e-4", "--projector-lr", "6e-3", "--encoder-weight-decay", "0.3")
+SCHEDULE = ("--lr-decay-style", "inverse-square-root", "--lr-warmup-iters", "1")
+SCHEDULE += ("--start-weight-decay", "0", "--end-weight-decay", "0.1")
+SCHEDULE += ("--weight-decay-incr-style", "linear")
 MODELS = ("tiny", "tiny-gdn", "few experts", "three tokens ahead", "packed")
 MODELS += ("three tokens ahead, packed", "digits of any size", "packed images of any size")
 MODELS += ("sound and images", "packed sound and video")
@@ -55,12 +68,14 @@ FACTORS = {
     "encoder pp": (1, 2),
     "microbatches": (1, 2, 4),
     "tokens": (ZIGZAG, CONTIGUOUS),
-    "recompute": ((), FULL, AGAIN, (*FULL, *AGAIN)),
-    "overlap": ((), OVERLAP),
+    "recompute": ((), FULL, AGAIN, (*FULL, *AGAIN), PARTLY),
+    "at once": ((), MACRO_BATCH),
+    "overlap": ((), OVERLAP, BUCKETS),
     "dispatcher": ((), ALLGATHER),
-    "optimizer": ((), ("--no-use-distributed-optimizer",)),
+    "optimizer": ((), ("--no-use-distributed-optimizer",), INSTANCES),
     "frozen": ((), ("--freeze", "encoder"), ("--freeze", "language")),
     "model's options": ((), TIED, LEARNED, GATED),
+    "steps": ((), EVALUATION, (*EVALUATION, *SCHEDULE), (*OWN_DEFAULTS, *BY_PART)),
 }
 """Values of each factor, from which rows are drawn."""
 
@@ -140,9 +155,9 @@ def _row(ranks: int, values: dict) -> Row:
     )
     language = "tp={tp},cp={cp},pp={pp},vpp={vpp},ep={ep}".format(**v) + f",dp={dp}"
     language += f",etp={v['etp']}" if v["etp"] else ""
-    names = "placement", "tokens", "recompute", "overlap", "dispatcher", "optimizer"
+    names = "placement", "tokens", "recompute", "at once", "overlap", "dispatcher", "optimizer"
     options = tuple(word for name in names for word in v[name])
-    common = (*v["frozen"], *v["model's options"])
+    common = (*v["steps"], *v["frozen"], *v["model's options"])
     rest = {"options": options, "common": common, "microbatches": v["microbatches"]}
     return Row(ranks, v["model"], " ".join(encoders), language, **rest)
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from examples.mimo.common.layout import parse_layout
 from tests.unit_tests.examples.nemotron_vlm.loop.models import FULL, GDN, MODELS
-from tests.unit_tests.examples.nemotron_vlm.runs import OWN_DEFAULTS
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,6 @@ MACRO_BATCH = ("--encoder-macro-batch", "2")
 PADDED_256 = ("--make-vocab-size-divisible-by", "64")  # two of four TP ranks have no word
 WORKERS = ("--num-workers", "4")
 ALLGATHER = ("--moe-token-dispatcher-type", "allgather")
-BY_PART = ("--encoder-lr", "4e-4", "--projector-lr", "6e-3", "--encoder-weight-decay", "0.3")
-
 EVALUATION = ("--eval-interval", "1", "--eval-iters", "1")
 
 FREEZE_SOUND = ("--freeze", "sound:encoder,sound:projector")
@@ -156,44 +153,8 @@ ON_CPUS = {
         Row(4, "three tokens ahead", "dp=2", "pp=2,dp=1", APART),
         Row(4, "three tokens ahead, packed", "dp=4", PIPELINE),
     ],
-    "options that change nothing": [
-        Row(4, "tiny", "tp=2,dp=2", language, options)
-        for options, language in (
-            (
-                (*OVERLAP, "--recompute-granularity", "selective", "--recompute-modules", "moe")
-                + ALLGATHER,
-                FLAT,
-            ),
-            (
-                ("--overlap-grad-reduce", "--ddp-num-buckets", "5", "--use-cpu-initialization")
-                + ("--rerun-mode", "disabled", "--manual-gc", "--log-throughput"),
-                FLAT,
-            ),
-            (
-                ("--num-distributed-optimizer-instances", "2", *MACRO_BATCH)
-                + ("--recompute-encoder", "1"),
-                "dp=4,ep=2",
-            ),
-            (("--hybrid-layer-pattern", "M|E*E"), "pp=2,dp=2,ep=2"),
-        )
-    ],
-    "options of every layout": [
-        Row(4, "tiny", "tp=2,dp=2", language, common=common)
-        for common, language in (
-            (
-                ("--no-untie-embeddings-and-output-weights", "--moe-z-loss-coeff", "1e-3")
-                + ("--moe-router-load-balancing-type", "aux_loss", *EVALUATION),
-                PIPELINE,
-            ),
-            (
-                ("--lr-decay-style", "inverse-square-root", "--lr-warmup-iters", "1")
-                + ("--start-weight-decay", "0", "--end-weight-decay", "0.1")
-                + ("--weight-decay-incr-style", "linear")
-                + ("--moe-router-load-balancing-type", "global_aux_loss", *EVALUATION),
-                FLAT,
-            ),
-            ((*OWN_DEFAULTS, *BY_PART), PIPELINE),
-        )
+    "a pattern with stages": [
+        Row(4, "tiny", "tp=2,dp=2", "pp=2,dp=2,ep=2", ("--hybrid-layer-pattern", "M|E*E")),
     ],
     "a padded vocabulary": [
         Row(4, "65 words, later ones too", "dp=4", "tp=2,pp=2,dp=1,ep=2,etp=1", then=(ON_DP,)),
