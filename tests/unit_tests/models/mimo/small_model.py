@@ -3,12 +3,12 @@
 """A MimoModel of a linear encoder and a small GPT, with a batch, in any layout without CP."""
 
 import contextlib
-import zlib
 from argparse import Namespace
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.enums import ModelType
@@ -19,6 +19,7 @@ from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.setup.data_parallel import prepare_for_training
+from megatron.core.models.mimo.setup.initialization import initialize_weights, normal
 from megatron.core.models.mimo.setup.module_groups import make_modules, prepare_process
 from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
@@ -34,8 +35,9 @@ SAMPLES, LENGTH, ROWS, HIDDEN, VOCABULARY, IMAGE_TOKEN = 8, 8, 3, 16, 32, 31
 class Encoder(MegatronModule):
     """A linear layer and a tanh."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, tp_group: ProcessGroup) -> None:
         super().__init__(config)
+        self.tp_group = tp_group
         self.linear = torch.nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -99,7 +101,8 @@ def _model(modules) -> MimoModel:
         scatter_embedding_sequence_parallel=False,
         pg_collection=language,
     )
-    encoder = ModuleSpec(module=Encoder, params=dict(config=TransformerConfig(**common)))
+    own = dict(config=TransformerConfig(**common), tp_group=groups.tp)
+    encoder = ModuleSpec(module=Encoder, params=own)
     images = ModuleSpec(
         module=VisionModalitySubmodules,
         params=dict(pg_collection=groups),
@@ -113,24 +116,8 @@ def _model(modules) -> MimoModel:
     )
     model = MimoModel(config).to(Utils.device)
     model.model_type = ModelType.encoder_or_decoder
-    for name, parameter in model.named_parameters():
-        _fill(
-            name.replace("layers.0", f"layers.{stage}") if stages > 1 else name, parameter, language
-        )
+    initialize_weights(model, 1, None, own={"*": normal(0.25)})
     return model
-
-
-@torch.no_grad()
-def _fill(name: str, parameter: torch.nn.Parameter, groups) -> None:
-    """Set this rank's shard of the weight of this name."""
-    random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    shape, dim = list(parameter.shape), getattr(parameter, "partition_dim", -1)
-    if not getattr(parameter, "tensor_model_parallel", False):
-        parameter.copy_(torch.randn(shape, generator=random) / 4)
-        return
-    shape[dim] *= groups.tp.size()
-    whole = torch.randn(shape, generator=random) / 4
-    parameter.copy_(whole.chunk(groups.tp.size(), dim)[groups.tp.rank()])
 
 
 def _microbatches(modules, count: int) -> list[dict[str, object]]:
