@@ -69,7 +69,7 @@ def test_what_a_run_writes_starts_it_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("given", "says"),
     [
         ("seq-lenght: 64", "run.yaml: no option seq-lenght; did you mean seq-length"),
         ("lr: many", "--lr: invalid float value: 'many'"),
@@ -79,17 +79,6 @@ def test_what_a_run_writes_starts_it_again(tmp_path):
         ("data: energon:${NO_SUCH}", "run.yaml: data: set the environment variable NO_SUCH"),
         ("[1, 2]", "want lines of OPTION: VALUE"),
         ("lr: [1", "no YAML"),
-    ],
-)
-def test_a_file_that_cannot_work_is_refused(tmp_path, text, says):
-    with pytest.raises(UserError, match=f".*{says.replace('[', '.')}") as refusal:
-        options(tmp_path, text)
-    assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
         ("--seq-lenght 64", "--seq-lenght.* did you mean --seq-length"),
         ("--learning-rate 1", "did you mean --lr.$"),
         ("--lerning-rate 1", "did you mean --lr"),
@@ -99,9 +88,11 @@ def test_a_file_that_cannot_work_is_refused(tmp_path, text, says):
         ("--video-pruning-rate 0.5", "--video-pruning-rate.*: training keeps all rows of a clip"),
     ],
 )
-def test_an_unknown_option_gets_the_nearest_names_or_the_reason(line, says):
-    with pytest.raises(UserError, match=says):
-        Run.of(line.split(), 1)
+def test_a_file_or_a_line_that_cannot_work_is_refused_with_the_nearest_names(given, says, tmp_path):
+    is_line = given.startswith("--")
+    with pytest.raises(UserError, match=says) as refusal:
+        options(tmp_path, "" if is_line else given, *given.split() if is_line else ())
+    assert "\n" not in str(refusal.value)
 
 
 def test_all_readers_of_the_command_line_see_the_file(tmp_path, monkeypatch):

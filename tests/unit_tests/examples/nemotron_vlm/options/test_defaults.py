@@ -7,7 +7,6 @@ import os
 import pytest
 import torch
 
-from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.options import derived
 from megatron.training.training import get_megatron_optimizer_config
 from tests.unit_tests.examples.nemotron_vlm.options.test_run_rules import (
@@ -157,18 +156,3 @@ def test_saves_are_synchronous_where_memory_has_segments_that_grow(monkeypatch):
 def test_token_counts_stay_on_the_host_of_other_gpus(generation, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (generation, 0))
     assert parsed(GROUPED, 4).args.moe_token_dispatcher_type == "alltoall"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        FP8,
-        "--bf16 --moe-token-dispatcher-type alltoall",
-        "--moe-token-dispatcher-type allgather",
-        "--fp16",
-    ],
-)
-def test_cuda_graphs_of_moe_layers_whose_counts_are_on_the_host_are_refused(options, hopper):
-    line = f"{GRAPHS} --data mock --moe-grouped-gemm --cuda-graph-modules attn moe {options}"
-    with pytest.raises(UserError, match="^--cuda-graph-modules moe needs token counts that"):
-        parsed(line, 1)

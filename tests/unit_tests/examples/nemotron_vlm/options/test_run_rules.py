@@ -45,6 +45,7 @@ ENGINE = "--device cuda --transformer-impl transformer_engine"
 GRAPHS = f"{ENGINE} --cuda-graph-impl local"
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 PACK = "--pack --micro-batch-size 1 --seq-length 64"
+COUNTS = f"{GRAPHS} --data mock --moe-grouped-gemm --cuda-graph-modules attn moe"
 CLIPS = "--model tiny-omni --dynamic-resolution"
 LINES = [
     ("--hidden-dropout 2", "^--hidden-dropout must be below 1$"),
@@ -65,6 +66,10 @@ LINES = [
     ),
     (f"{GRAPHS} --bf16 {PACK} --cuda-graph-modules full", "a graph has one shape"),
     (f"{GRAPHS} --bf16 {PACK} --language cp=2 --global-batch-size 4", "a graph has one shape"),
+    (f"{COUNTS} {FP8}", "^--cuda-graph-modules moe needs token counts that"),
+    (f"{COUNTS} --bf16 --moe-token-dispatcher-type alltoall", "moe needs token counts that"),
+    (f"{COUNTS} --moe-token-dispatcher-type allgather", "moe needs token counts that"),
+    (f"{COUNTS} --fp16", "moe needs token counts that"),
     (f"{ENGINE} --pack --micro-batch-size 1", "in fp32 with --pack.* add --bf16, or choose local"),
     (f"{ENGINE} --dynamic-resolution", "in fp32 with --pack, --dynamic-resolution or"),
     (f"{ENGINE} --dynamic-resolution --bf16 --encoder-attention flash4", "is not installed"),

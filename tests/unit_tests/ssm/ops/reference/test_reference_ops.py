@@ -180,13 +180,15 @@ class TestChunkScan:
 
 class TestChunkGatedDeltaRule:
     def test_boundaries_say_what_an_index_says(self):
-        """Tokens after the last boundary are one more sequence."""
+        """Tokens after the last boundary are one more sequence. Their states are refused."""
         inputs = rule_inputs(batch=1)
         del inputs["initial_state"]
         boundaries = torch.tensor([0, *LENGTHS[:-1]]).cumsum(0)
         o, state = chunk_gated_delta_rule(**inputs, cu_seqlens=boundaries, chunk_size=8)
         assert state is None
         assert_equal([o], naive_rule(inputs, packed_rows()[:1])[:1])
+        with pytest.raises(ValueError, match="seq_idx"):
+            chunk_gated_delta_rule(**rule_inputs(batch=1), cu_seqlens=boundaries)
 
     def test_normalises_queries_and_keys_when_asked(self):
         inputs = rule_inputs()
@@ -195,11 +197,6 @@ class TestChunkGatedDeltaRule:
         expected, _ = naive_gated_delta_rule(**inputs, scale=1.0)
         # The norm adds 1e-6 to the squared length, here 9 and 25.
         torch.testing.assert_close(o, expected, rtol=0, atol=1e-6)
-
-    def test_states_of_packed_boundaries_are_refused(self):
-        inputs = rule_inputs(batch=1)
-        with pytest.raises(ValueError, match="seq_idx"):
-            chunk_gated_delta_rule(**inputs, cu_seqlens=torch.tensor([0, LENGTH]))
 
 
 class TestCausalConv1d:
