@@ -9,7 +9,6 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -34,7 +33,7 @@ from tests.e2e.test_faults import assert_whole, newest
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import trajectory
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
-REASON = "[Errno 28] No space left on device"
+FULL = "No space left on device"
 
 SAVES = ("--micro-batch-size", "16", "--save-interval", "1", "--save")
 
@@ -57,14 +56,17 @@ PLACES = {
 }
 
 
-def failing(original: Callable, place: Place, iteration: int) -> Callable:
+def let_fail(monkeypatch, place: Place, step: int, error: BaseException | None = None) -> None:
+    """Let the function raise an error, that of a full disk by default, in the save of a step."""
+    original = getattr(place.owner, place.name)
+
     @functools.wraps(original)
     def called(*arguments, **named):
-        if Utils.rank == place.rank and get_args().curr_iteration + 1 == iteration:
-            raise OSError(28, "No space left on device")
+        if Utils.rank == place.rank and get_args().curr_iteration + 1 == step:
+            raise error or OSError(28, FULL)
         return original(*arguments, **named)
 
-    return called
+    monkeypatch.setattr(place.owner, place.name, called)
 
 
 def wait_for_deletions() -> None:
@@ -121,7 +123,7 @@ def test_after_the_writers_death_a_save_fails_and_later_ones_are_synchronous(
 class TestFails:
     @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
     def test_at_a_step_and_the_next_saves_again(self, place, monkeypatch, shared_path, capfd):
-        monkeypatch.setattr(place.owner, place.name, failing(getattr(*place[:2]), place, 2))
+        let_fail(monkeypatch, place, 2)
         steps = trajectory(*SAVES, str(shared_path), steps=3)
         assert [record["step"] for record in steps] == [1, 2, 3]
         dist.barrier()
@@ -138,20 +140,13 @@ class TestFails:
             assert said[0].startswith(f"warning: --save {shared_path}: step 2 was not saved: ")
             assert said[0].endswith("GB are free there; the next save tries again")
             # Megatron's writer names the error's class only.
-            assert (REASON, "<class 'OSError'>")[place.name == "_write_item"] in said[0]
+            assert (FULL, "<class 'OSError'>")[place.name == "_write_item"] in said[0]
         dist.barrier()  # the first rank deletes the directory
 
     @pytest.mark.parametrize("raised", [CheckpointException("w", {}), SystemExit(3)], ids=repr)
     def test_by_any_class_of_error(self, raised, monkeypatch, shared_path):
         """PyTorch's own is no `Exception`, and Megatron exits in places."""
-        write = parallel_manifest._write_manifest
-
-        def fails(*arguments):
-            if get_args().curr_iteration == 0:
-                raise raised
-            return write(*arguments)
-
-        monkeypatch.setattr(parallel_manifest, "_write_manifest", fails)
+        let_fail(monkeypatch, PLACES["the hashes"], 1, raised)
         trajectory(*SAVES, str(shared_path), steps=2)
         dist.barrier()
         assert newest(shared_path) == 2 and not (shared_path / "iter_0000001").exists()
@@ -173,7 +168,7 @@ class TestFails:
         later.parent.mkdir(exist_ok=True)
         later.touch()
         has_begun, place = place == "the tracker", PLACES[place]
-        monkeypatch.setattr(place.owner, place.name, failing(getattr(*place[:2]), place, 3))
+        let_fail(monkeypatch, place, 3)
         kept = ("--save-retain-interval", "100", *ends)
         with pytest.raises(UserError, match="step 3 was not saved: .*before it is as it was$"):
             trajectory(*SAVES, str(shared_path), *kept)
@@ -275,8 +270,7 @@ class TestTheBest:
         dist.barrier()
 
     def test_is_none_where_its_save_failed(self, shared_path, monkeypatch):
-        place = PLACES["a rank's tensors"]
-        monkeypatch.setattr(place.owner, place.name, failing(getattr(*place[:2]), place, 2))
+        let_fail(monkeypatch, PLACES["a rank's tensors"], 2)
         assert self.left(shared_path, monkeypatch, 3) == [3]
         assert best_of(shared_path).name == "iter_0000003"
         dist.barrier()
