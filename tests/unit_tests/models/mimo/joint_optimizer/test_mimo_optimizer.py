@@ -204,6 +204,38 @@ def test_optimizer_instances_hold_the_state_once_each_and_none_of_other_modules(
     assert sizes[1] == 2 * sizes[0]
 
 
+SKIPS = (*FP16, "--accumulate-allreduce-grads-in-fp32", "--initial-loss-scale", "4096")
+
+
+def weights_after_steps(*options: str) -> tuple[list[torch.Tensor], list[float | None], bool]:
+    """Return this rank's weights, the gradient norms, and whether all slices were kept."""
+    with run_of(("dp=4", "tp=2,dp=2,ep=2,etp=1", ()), *options) as run:
+        norms = [run.train_step()["grad_norm"] for _ in range(3)]
+        weights = [p.detach().clone() for stage in run.stages for p in stage.parameters()]
+        parts = run.optimizer._leaves
+        copies = [copy for each in parts for copy in getattr(each, "_weights", None) or []]
+        for destinations, sources in copies:
+            assert len({to.dtype for to in destinations}) == len({of.dtype for of in sources}) == 1
+        return weights, norms, all(getattr(each, "_gradients", None) for each in parts)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_kept"),
+    [
+        (("--bf16",), True),
+        (SKIPS, True),
+        (("--bf16", "--grad-reduce-in-bf16"), False),
+    ],
+    ids=["bf16", "fp16-with-a-skipped-step", "bf16-sums"],
+)
+def test_weights_are_those_of_upstreams_transfers(options, is_kept, monkeypatch):
+    weights, norms, was_kept = weights_after_steps(*options)
+    monkeypatch.setattr(leaf.LeafOptimizer, "keeps_slices", False)
+    expected, expected_norms, _ = weights_after_steps(*options)
+    assert norms == expected_norms and was_kept == is_kept
+    assert all(torch.equal(own, other) for own, other in zip(weights, expected, strict=True))
+
+
 @pytest.mark.parametrize(("is_aware", "name"), [(False, "grad"), (True, "decoupled_grad")])
 def test_a_bad_gradient_of_a_repeated_parameter_is_found_wherever_it_is_kept(is_aware, name):
     """The precision-aware optimizer has gradients of other types than its parameters."""
