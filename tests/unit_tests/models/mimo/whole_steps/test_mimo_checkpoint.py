@@ -5,8 +5,12 @@ is refused."""
 
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -14,8 +18,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+from torch.nn import LayerNorm, RMSNorm
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.model.presets import tiny
 from megatron.core.dist_checkpointing import parallel_manifest
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.parallel_manifest import save_manifest
@@ -40,12 +47,13 @@ BEFORE, AFTER = 2, 2
 """Steps before the save, and after it: the second one's loss depends on Adam's loaded state."""
 
 SIZES = ("--global-batch-size", "16", "--micro-batch-size", "4")
+FEW = (*FEW_EXPERTS, *SIZES)
 
 
 def run_of(layout: tuple[str, str, tuple[str, ...]], *more: str, load: Path | None = None):
     encoder, language, options = layout
     loading = ("--load", str(load)) if load else ()
-    line = (*FEW_EXPERTS, *SIZES, "--encoder", encoder, "--language", language)
+    line = (*FEW, "--encoder", encoder, "--language", language)
     return trainer(*line, *options, *loading, *more)
 
 
@@ -96,6 +104,54 @@ class TestLayouts:
             uninterrupted = losses(run, AFTER)
         with run_of(ON_DP, load=shared_path) as run:
             assert losses(run, AFTER) == pytest.approx(uninterrupted, rel=TOLERANCE)
+
+
+NONE = torch.empty(0, dtype=torch.uint8)
+"""Extra state of an engine's norm without FP8."""
+
+
+@contextmanager
+def engine_norms() -> Iterator[list[torch.Tensor | None]]:
+    """Give norms an extra state, as the engine's have; yield the states that they are to load."""
+    loaded: list[torch.Tensor | None] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for norm in (LayerNorm, RMSNorm):
+            patch.setattr(norm, "get_extra_state", lambda norm: NONE)
+            patch.setattr(norm, "set_extra_state", lambda norm, given: loaded.append(given))
+        yield loaded
+
+
+@requires_world_size(1)
+class TestExtraStates:
+    """Transformer Engine's norms have an extra state and PyTorch's have none, but both
+    implementations ask a checkpoint for a norm by the same name."""
+
+    @pytest.mark.parametrize("saves_them", [False, True])
+    def test_layers_with_them_and_layers_without_them_go_on_alike(self, saves_them, tmp_path):
+        """Weights and the optimizer's state are loaded: the next steps are the same."""
+        norms = {True: engine_norms, False: partial(nullcontext, [])}
+        with norms[saves_them](), trainer(*SIZES) as run:
+            run.train_step()
+            run.save(tmp_path)
+            saved, expected = gather_weights(run.stages), run.train_step()
+        keys = FileSystemReader(tmp_path / "iter_0000001").read_metadata().state_dict_metadata
+        assert any("norm" in key and "_extra_state" in key for key in keys) == saves_them
+        with norms[not saves_them]() as loaded, trainer(*SIZES, "--load", str(tmp_path)) as run:
+            assert bool(loaded) == (not saves_them) and all(given is NONE for given in loaded)
+            assert_shards_equal(run.stages, saved)
+            assert run.train_step() == expected
+
+    def test_a_weight_that_is_missing_is_refused_by_name(self, tmp_path):
+        """The model has one layer more; its extra state is not missed."""
+        with trainer(*SIZES) as run:
+            run.save(tmp_path)
+        language = tiny().language
+        language = replace(language, hybrid_layer_pattern=language.hybrid_layer_pattern + "M")
+        longer = replace(tiny(), name="longer", language=language)
+        with engine_norms(), pytest.raises(UserError) as refusal:
+            with trainer(*SIZES, "--load", str(tmp_path), "--finetune", preset=longer):
+                pass
+        assert re.search(r"layers\.8\.\S+ from model not in state dict", str(refusal.value))
 
 
 class Touch:
@@ -150,12 +206,10 @@ class TestRecords:
 class TestRefusals:
     """Refusals, which happen on every rank."""
 
-    ARGUMENTS = (*FEW_EXPERTS, "--global-batch-size", "8", "--micro-batch-size", "4")
-
     @pytest.fixture(scope="class")
     def whole(self) -> Iterator[Path]:
         with Utils.shared_directory() as path:
-            with mock.patch.dict(os.environ), self.run() as run:
+            with mock.patch.dict(os.environ), trainer(*FEW) as run:
                 losses(run, 1)
                 run.save(path)
             yield path
@@ -168,11 +222,8 @@ class TestRefusals:
         dist.barrier()
         return shared_path
 
-    def run(self, *more: str):
-        return trainer(*self.ARGUMENTS, *more)
-
     def assert_refused(self, saved: Path, text: str) -> None:
-        with pytest.raises(UserError) as refusal, self.run("--load", str(saved)):
+        with pytest.raises(UserError) as refusal, trainer(*FEW, "--load", str(saved)):
             pass
         assert text in str(refusal.value)
         assert "\n" not in str(refusal.value)
@@ -221,5 +272,5 @@ class TestRefusals:
             shutil.copytree(saved / "iter_0000001", saved / "iter_0000002")
             (saved / "iter_0000002" / "metadata.json").unlink()
         dist.barrier()
-        with self.run("--load", str(saved)) as run:
+        with trainer(*FEW, "--load", str(saved)) as run:
             assert run.step == 1
