@@ -147,8 +147,7 @@ class Conversation:
         arguments: of the chat template; by default those that ask as the training did.
 
     Raises:
-        ValueError: it lacks a tokenizer.
-        UserError: it lacks tensors.
+        UserError: it lacks a tokenizer, or tensors.
     """
 
     def __init__(self, given: Path, arguments: dict[str, Any] | None = None) -> None:
@@ -163,7 +162,10 @@ class Conversation:
         self._arguments = inputs.get(ASKED, {}) if arguments is None else arguments
         if inputs["dynamic_resolution"]:
             preset = preset.with_images_of_any_size()
-        self._encoder = make_encoder(Namespace(**inputs), preset)
+        try:
+            self._encoder = make_encoder(Namespace(**inputs), preset)
+        except ValueError as error:
+            raise UserError(str(error)) from error
         self._model = their_model(given)
         self._preset, self._turns, self._media = preset, [], []
 
