@@ -63,8 +63,9 @@ def observed(
         note: called with each record, on the last rank, which has the loss.
     """
     with contextlib.ExitStack() as stack:
-        stack.callback(gc.unfreeze)
-        stack.enter_context(replaced(training, train_step=_first_kept(training.train_step)))
+        if args.device == "cuda":
+            stack.callback(gc.unfreeze)
+            stack.enter_context(replaced(training, train_step=_first_kept(training.train_step)))
         if args.rank == args.world_size - 1:
             watch = stack.enter_context(closing(_Watch(args, loading, note)))
             save = training.save_checkpoint_and_time
@@ -79,10 +80,8 @@ def observed(
 
 
 def _first_kept(train_step: Callable) -> Callable:
-    """Wrap ``train_step``: what there is after the first one, the garbage collector leaves alone.
-
-    It would look through a million objects again and again, for a second, while other ranks wait.
-    """
+    """Wrap ``train_step``: the garbage collector leaves alone what there is after the first one. It
+    would look through a million objects again and again, for a second, with an idle GPU."""
     is_kept = False
 
     @functools.wraps(train_step)

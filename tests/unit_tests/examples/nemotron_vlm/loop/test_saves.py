@@ -192,6 +192,7 @@ def saved(folder: Path, *options: str, steps: int) -> tuple[list[int], list[int]
     wait_for_deletions()
     assert newest(folder) == steps
     left = sorted(int(path.name[5:]) for path in folder.glob("iter_*"))
+    dist.barrier()  # a rank may change the folder next
     return [record["step"] for record in records], left
 
 
