@@ -107,7 +107,7 @@ def measured(run: dict, arguments: list[str], steps: int, first: dict | None = N
     Args:
         run: its `ranks`; and `script`, if it is upstream's, the script's path in the git checkout
             that ``MEGATRON_GIT_CHECKOUT`` names.
-        first: the row's first run; a script's operations are those of the same model and batch.
+        first: the row's first run, whose operations a script of the same model and batch has, too.
     """
     ranks, program = run["ranks"], [PROGRAM]
     checkout = os.environ.get("CHECKOUT", ROOT / "build" / "Megatron-LM")

@@ -82,8 +82,8 @@ def _by_call(node: ast.Call, called: str, names: dict[str, str]) -> Iterator[Use
 
 
 def _of_objects(node: ast.Assign, known: set[str], defined: set[str]) -> Iterator[Use]:
-    """Yield the attributes of objects, but those of ``known`` names, that an assignment gives a
-    function or class of the file, a lambda or a partial, or a list with one."""
+    """Yield the attributes of objects to which an assignment gives a function or class of the file,
+    a lambda or a partial, or a list with one; not of objects with ``known`` names."""
     is_function = any(
         isinstance(value, ast.Lambda)
         or getattr(value, "id", "") in defined

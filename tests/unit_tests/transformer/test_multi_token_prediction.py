@@ -14,6 +14,6 @@ LOCAL_COUNTS = "upstream scales each rank's loss by that rank's own numbers of t
 @requires_world_size(2)
 @pytest.mark.xfail(strict=True, reason=LOCAL_COUNTS)
 def test_samples_on_two_ranks_weigh_as_on_one():
-    """They must whatever number of their tokens has a loss."""
+    """They must, also where different numbers of their tokens have a loss."""
     Utils.initialize_distributed()
     torch.testing.assert_close(*of_two_ranks(of_upstream, WITH_LOSS))

@@ -78,7 +78,7 @@ class Translation:
 
 
 def rows_of(slices: Iterable[Slice], ours: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Make a tensor of theirs from those of ours that hold its slices."""
+    """Make a tensor of theirs from our tensors, which hold its slices."""
     return torch.cat([ours[each.ours].narrow(0, each.our_start, each.count) for each in slices])
 
 

@@ -66,7 +66,7 @@ class FileSet(DataSet):
     """The records of one split of a file; see `DataSet` for what it has.
 
     Args:
-        path: a file, of which some records are held out; or a folder with ``train.jsonl`` and
+        path: a file, some of whose records are held out; or a folder with ``train.jsonl`` and
             perhaps ``val.jsonl`` or ``test.jsonl``.
         split: None takes all records of a file.
 

@@ -55,7 +55,7 @@ def of(text: object, **files: bytes) -> dict[str, bytes]:
 
 
 def talk(*turns: dict | str, **files: bytes) -> dict[str, bytes]:
-    """Return a sample of messages; texts are those of a user."""
+    """Return a sample of messages; a user says the texts."""
     turns = [{"role": "user", "content": t} if isinstance(t, str) else t for t in turns]
     return of({"messages": turns}, **files)
 
@@ -269,7 +269,7 @@ SOUND_SAID = "sound needs soundfile, soxr: pip install '.[sound]'"
 def test_a_missing_package_ends_a_survey(
     tmp_path, tokenizer, monkeypatch, capsys, package, media, workers, said
 ):
-    """An error of a process of its own comes along with its traceback, whatever the package."""
+    """Loading processes add a traceback to an error, for each package alike."""
     monkeypatch.delitem(sys.modules, package, raising=False)
     (tmp_path / f"{package}.py").write_text("raise ModuleNotFoundError")
     monkeypatch.syspath_prepend(tmp_path)

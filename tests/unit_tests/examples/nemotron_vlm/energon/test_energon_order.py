@@ -92,7 +92,7 @@ def test_what_gives_no_sample_is_refused(sizes, by_weight, weights, text):
 
 
 def stream_of(states: np.ndarray, tokens: np.ndarray, taken: range, seq_length: int) -> Stream:
-    """Number the samples of one data set, of which a blend takes a part; states are int32 [n]."""
+    """Number the samples that a blend takes from one data set; states are int32 [n]."""
     table = [states, tokens, *np.zeros((5, len(states)), np.int32)]
     survey = Survey(*table, np.zeros(0, MEDIA), "hash", None)
     pairs = [(SimpleNamespace(subset=taken, weight=None, path="data"), survey)]

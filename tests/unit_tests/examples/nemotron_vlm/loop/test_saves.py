@@ -1,7 +1,7 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A save that fails, on whichever rank and in whichever of its files: the run goes on. Which
-checkpoints stay: the newest, the best, and the one that a run began with."""
+"""A run goes on where a save fails, on any rank and in any file. Three checkpoints stay: the
+newest, the best, and the run's first."""
 
 import functools
 import json

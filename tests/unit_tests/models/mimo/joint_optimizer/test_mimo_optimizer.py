@@ -144,8 +144,8 @@ def test_a_step_launches_the_norm_before_the_host_waits_for_the_gradients(monkey
 def test_the_norm_of_ones_is_the_root_of_the_number_of_elements(
     language, marked, options, monkeypatch
 ):
-    """Also where layers leave weights of whole experts unmarked, which TP ranks do not share then:
-    those of Transformer Engine's grouped GEMM were."""
+    """Also where layers leave weights of whole experts unmarked, as Transformer Engine's grouped
+    GEMM did: TP ranks do not share them."""
     make = leaf.get_megatron_optimizer
 
     def unmarked(config, stages, *args, **more):
