@@ -30,8 +30,8 @@ RELEASED = "NemotronH_Nano_Omni_Reasoning_V3"
 INDEX = "model.safetensors.index.json"
 
 FILE_BYTES = 4 * 1000**3
-"""Bytes of a safetensors file, of which about twice as many are in memory; a larger tensor has its
-own file."""
+"""Bytes of a safetensors file; about twice as many are in memory. A larger tensor has its own
+file."""
 
 
 class TensorFiles:

@@ -54,7 +54,7 @@ def saved_key(key: str) -> str:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Makes each object when it is to be written, by functions in the place of a state."""
+    """Calls a function for each object when it is to be written; the state has these functions."""
 
     def lookup_object(self, index: MetadataIndex) -> object:
         return self.state_dict[index]()

@@ -117,7 +117,7 @@ def test_what_is_missing_or_damaged_is_not_kept(copied, reads):
 
 
 def test_of_added_shards_alone_samples_are_read(copied, tmp_path, reads):
-    """What is made of both surveys is what several processes make of all shards."""
+    """Both surveys together equal the survey that several processes make of all shards."""
     shards = sorted(file.name for file in copied.glob("*.tar"))
     prepare(copied, [shards[1], shards[3], shards[4]])
     survey(copied, **ONE)

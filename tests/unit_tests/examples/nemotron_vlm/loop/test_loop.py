@@ -96,7 +96,7 @@ class TestStep:
 
 
 class SoundOfOneRank(SoundAndImages):
-    """Of two ranks with two rows in a microbatch, the second has no sound."""
+    """Samples for two ranks with two rows in a microbatch; the second rank has no sound."""
 
     fingerprint = "sound of one rank"
 

@@ -57,7 +57,7 @@ PLACES = {
 
 
 def let_fail(monkeypatch, place: Place, step: int, error: BaseException | None = None) -> None:
-    """Let the function raise an error, that of a full disk by default, in the save of a step."""
+    """Let the function raise an error in the save of a step; by default, the disk is full."""
     original = getattr(place.owner, place.name)
 
     @functools.wraps(original)

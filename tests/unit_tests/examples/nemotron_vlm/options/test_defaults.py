@@ -51,7 +51,7 @@ FACTS = {
     # Megatron's fused one rounds the gradients of the logits to bfloat16, in any precision.
     "loss": lambda run: (run.args.loss_kernel, run.args.cross_entropy_loss_fusion),
     "loss without a kernel": lambda run: FACTS["loss"](run),
-    # A short size is not that of an axis whose name ends alike.
+    # A short name must not be read as an axis whose name ends alike.
     "layout": lambda run: str(run.layouts.language),
     # A flag that a preset turns on has an opposite.
     "flags": lambda run: (run.args.untie_embeddings_and_output_weights, run.args.add_bias_linear),
