@@ -17,7 +17,7 @@ PARTLY = "--freeze", "--lora-dim"
 """Options with which a step does less than is counted: gradients of frozen weights are not made."""
 
 HEADLINE = {
-    ("real-graphs", "CUDA graphs, 2 at once"): (
+    ("real-heads", "later, quiet host"): (
         "packed conversations, images of any size, clips and sounds, dp=2, CUDA graphs"
     ),
     ("real-graphs", "dp=2"): "the same without graphs, one microbatch encoded at once",
