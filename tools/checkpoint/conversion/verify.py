@@ -22,9 +22,9 @@ from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
 from examples.mimo.nemotron_vlm.loop import run as program
 from examples.mimo.nemotron_vlm.loop.forward_step import forward_step
 from examples.mimo.nemotron_vlm.model.encoders.radio import Radio, RadioOfAnySize
+from examples.mimo.nemotron_vlm.model.media_sizes import SAMPLING_RATE
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
-from examples.mimo.nemotron_vlm.model.sound_lengths import SAMPLING_RATE
 from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.pretrain_nemotron_vlm import ALONE
 from megatron.core.models.mimo.schedule.replaced import replaced

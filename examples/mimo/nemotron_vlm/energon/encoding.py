@@ -23,8 +23,8 @@ from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling, open_ima
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT, Medium, Record
 from examples.mimo.nemotron_vlm.energon.sounds import read_sound
 from examples.mimo.nemotron_vlm.energon.videos import Extent, Watching
+from examples.mimo.nemotron_vlm.model.media_sizes import rows_of_sounds
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
-from examples.mimo.nemotron_vlm.model.sound_lengths import rows_of
 
 
 class Read(NamedTuple):
@@ -135,7 +135,7 @@ class Encoder:
         for kind, extent in zip(kinds, extents, strict=True):
             size = np.array([extent.size], np.int64)
             if kind == SOUND:
-                runs[SOUND] += rows_of(size, self.subsampling).tolist()
+                runs[SOUND] += rows_of_sounds(size, self.subsampling).tolist()
             elif kind == VIDEO:
                 labels.append(self.video.labels(extent))
                 runs[IMAGES] += self.images.rows(size).tolist() * len(labels[-1])

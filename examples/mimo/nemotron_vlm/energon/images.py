@@ -21,7 +21,7 @@ from PIL import Image, ImageOps
 from PIL.ExifTags import Base
 
 from examples.mimo.nemotron_vlm.energon.errors import BadMedium
-from examples.mimo.nemotron_vlm.model.patch_grids import PatchGrids
+from examples.mimo.nemotron_vlm.model.media_sizes import PatchGrids
 
 FORMATS = {
     suffix.removeprefix("."): name

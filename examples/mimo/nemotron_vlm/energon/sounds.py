@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from examples.mimo.nemotron_vlm.energon.errors import BadMedium, MissingPackage
-from examples.mimo.nemotron_vlm.model.sound_lengths import SAMPLING_RATE, SHORTEST
+from examples.mimo.nemotron_vlm.model.media_sizes import SAMPLING_RATE, SHORTEST
 
 RATES = range(1000, 1_000_001)
 """Samples in a second that a file may have."""

@@ -13,7 +13,7 @@ import torch
 from examples.mimo.common.errors import one_line
 from examples.mimo.nemotron_vlm.energon.errors import BadMedium, MissingPackage
 from examples.mimo.nemotron_vlm.energon.images import LONGEST, open_image
-from examples.mimo.nemotron_vlm.model.clip_grids import ClipGrids, sampled_frames
+from examples.mimo.nemotron_vlm.model.media_sizes import ClipGrids
 
 MP4 = b"ftyp"
 """Bytes 4 to 7 of an MP4 file."""
@@ -87,7 +87,7 @@ class Watching:
         """Return the numbers of the frames taken of ``count``; raise BadMedium if unfit."""
         if self.fps and not self.frames and not fps:
             raise BadMedium('needs "fps" in its json, as frames in a second are asked for')
-        chosen = self._chosen(count, fps).tolist() if count else []
+        chosen = self.chosen(count, fps).tolist() if count else []
         if not 0 < len(chosen) <= LONGEST * self.grids.tubelet:
             raise BadMedium(f"{len(chosen)} frames: from 1 to {LONGEST * self.grids.tubelet} fit")
         return chosen
@@ -98,15 +98,19 @@ class Watching:
         frames = [
             f"rame {number}"
             + (f" sampled at {index * duration / 1000:.2f} seconds" if extent.fps else "")
-            for number, index in enumerate(self._chosen(extent.frames, extent.fps).tolist(), 1)
+            for number, index in enumerate(self.chosen(extent.frames, extent.fps).tolist(), 1)
         ]
         starts = range(0, len(frames), self.grids.tubelet)
         groups = (frames[start : start + self.grids.tubelet] for start in starts)
         return [f"F{' and f'.join(group)}: " for group in groups]
 
-    def _chosen(self, total: int, fps: float) -> np.ndarray:
-        """Return the numbers of the frames that are taken."""
-        return sampled_frames(total, fps or None, self.frames, self.fps)
+    def chosen(self, total: int, fps: float) -> np.ndarray:
+        """Return the numbers of the frames taken of ``total``, evenly spaced; int64 [frames]."""
+        count = self.frames
+        if count is None:
+            count = total if self.fps is None else max(1, int(total / fps * self.fps))
+        count = min(count, total)
+        return np.arange(count, dtype=np.int64) * total // count
 
 
 def _frame(files: Sequence[bytes], number: int) -> np.ndarray:

@@ -37,13 +37,13 @@ from examples.mimo.nemotron_vlm.model.encoders.stage import (
     stage_spec,
 )
 from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs
-from examples.mimo.nemotron_vlm.model.names import SOUND
-from examples.mimo.nemotron_vlm.model.sound_lengths import (
+from examples.mimo.nemotron_vlm.model.media_sizes import (
     HOP,
     SAMPLING_RATE,
     SHORTEST,
-    rows_of,
+    rows_of_sounds,
 )
+from examples.mimo.nemotron_vlm.model.names import SOUND
 from megatron.core.models.mimo.forward.flops import mlp_flops
 from megatron.core.models.mimo.setup.initialization import Draw, filled, normal
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -99,7 +99,7 @@ class Sound(Encoder):
         }
 
     def rows(self, sizes: np.ndarray) -> np.ndarray:
-        return rows_of(sizes, self.subsampling_factor)
+        return rows_of_sounds(sizes, self.subsampling_factor)
 
     def work(self, sizes: np.ndarray, width: int) -> dict[str, np.ndarray]:
         rows, hidden, channels = self.rows(sizes), self.hidden_size, self.subsampling_conv_channels

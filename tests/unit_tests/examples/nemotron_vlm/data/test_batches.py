@@ -18,8 +18,8 @@ from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows, best_fit
 from examples.mimo.nemotron_vlm.data.sample import Text
 from examples.mimo.nemotron_vlm.data.step_plan import InputRange, Take
+from examples.mimo.nemotron_vlm.model.media_sizes import grids_of, tubelets_of
 from examples.mimo.nemotron_vlm.model.names import IMAGE, IMAGES
-from examples.mimo.nemotron_vlm.model.patch_grids import grids_of, tubelets_of
 from examples.mimo.nemotron_vlm.model.presets import nano_vl_30b_a3b
 from examples.mimo.nemotron_vlm.options.run import Run
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule

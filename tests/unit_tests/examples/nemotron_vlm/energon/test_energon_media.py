@@ -31,8 +31,8 @@ from examples.mimo.nemotron_vlm.energon.errors import BadMedium
 from examples.mimo.nemotron_vlm.energon.images import Tiling, open_image
 from examples.mimo.nemotron_vlm.energon.records import Medium
 from examples.mimo.nemotron_vlm.energon.videos import Watching
+from examples.mimo.nemotron_vlm.model.media_sizes import grids_of, tubelets_of
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
-from examples.mimo.nemotron_vlm.model.patch_grids import grids_of, tubelets_of
 from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import CLIPS, GRIDS, READER
 from tests.unit_tests.examples.nemotron_vlm.energon.media_files import (

@@ -15,8 +15,8 @@ from PIL import Image
 
 from examples.mimo.nemotron_vlm.energon import survey as surveys
 from examples.mimo.nemotron_vlm.energon.store import PAUSES_S
+from examples.mimo.nemotron_vlm.model.media_sizes import grids_of
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
-from examples.mimo.nemotron_vlm.model.patch_grids import grids_of
 from examples.mimo.nemotron_vlm.model.presets import tiny_omni
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     CLIPS,

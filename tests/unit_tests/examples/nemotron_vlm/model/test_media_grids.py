@@ -24,9 +24,14 @@ from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import
 )
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
-from examples.mimo.nemotron_vlm.model.clip_grids import ClipGrids, sampled_frames
-from examples.mimo.nemotron_vlm.model.encoders.sound import SHORTEST
-from examples.mimo.nemotron_vlm.model.patch_grids import PatchGrids, grids_of, tubelets_of
+from examples.mimo.nemotron_vlm.energon.videos import Watching
+from examples.mimo.nemotron_vlm.model.media_sizes import (
+    SHORTEST,
+    ClipGrids,
+    PatchGrids,
+    grids_of,
+    tubelets_of,
+)
 from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b
 from tests.unit_tests.test_utilities import requires_world_size
 
@@ -104,11 +109,12 @@ def test_a_clip_has_the_frames_that_theirs_samples():
     for total, fps in product((1, 2, 9, 250, 1001), (24.0, 29.97)):
         video = VideoMetadata(total_num_frames=total, fps=fps)
         for wanted, wanted_fps in ((None, None), (1, None), (8, None), (None, 0.5), (None, 2.0)):
+            ours = Watching(SMALL, wanted, wanted_fps).chosen(total, fps).tolist()
             if wanted and wanted > total:
-                assert sampled_frames(total, fps, wanted).tolist() == list(range(total))
+                assert ours == list(range(total))
                 continue  # theirs refuses it
             theirs = default_sample_indices_fn(video, wanted, wanted_fps)
-            assert sampled_frames(total, fps, wanted, wanted_fps).tolist() == theirs.tolist()
+            assert ours == theirs.tolist()
 
 
 def test_a_sound_has_as_many_rows_as_theirs():

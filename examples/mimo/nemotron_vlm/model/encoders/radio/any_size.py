@@ -3,7 +3,7 @@
 """RADIO on whole images of any size, and on clips, as Nemotron 3 Nano Omni has it.
 
 An image is resized to a *grid* of patches, rows and columns, near its own. A clip is tubelets of
-some frames each, of one grid (clip_grids.py). The patches of all images, and then those of all
+some frames each, of one grid (media_sizes.py). The patches of all images, and then those of all
 tubelets, are one packed sequence, in which each image and each tubelet attends to itself alone. The
 host knows every grid, so that nothing waits for the device.
 """
@@ -15,10 +15,14 @@ import numpy as np
 import torch
 from einops import rearrange
 
-from examples.mimo.nemotron_vlm.model.clip_grids import ClipGrids
 from examples.mimo.nemotron_vlm.model.encoders.radio.entry import Radio
 from examples.mimo.nemotron_vlm.model.encoders.radio.tiles import RADIOEncoderWrapper, normalize
-from examples.mimo.nemotron_vlm.model.patch_grids import PatchGrids, grids_of, tubelets_of
+from examples.mimo.nemotron_vlm.model.media_sizes import (
+    ClipGrids,
+    PatchGrids,
+    grids_of,
+    tubelets_of,
+)
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.models.vision.radio import RADIOViTModel
 from megatron.core.packed_seq_params import PackedSeqParams

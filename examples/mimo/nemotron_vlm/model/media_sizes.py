@@ -1,6 +1,11 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The grids of patches that images of any size are resized to; a survey needs them, too."""
+"""Sizes of images, clips and sounds, and the rows that they become; a survey needs them, too.
+
+Images of any size and the frames of clips are resized to grids of patches, as Nemotron 3 Nano
+Omni's processor does. A *tubelet* of a clip is some frames in a row, two as released, which are
+embedded together and attend to themselves alone.
+"""
 
 import math
 from dataclasses import dataclass
@@ -10,13 +15,32 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
+SAMPLING_RATE = 16000
+"""Samples of a sound in a second."""
+
+HOP = 160
+"""Samples from one log-mel frame to the next."""
+
+SHORTEST = 2 * HOP
+"""Samples of the shortest sound: frames are scaled by their deviation."""
+
 BITS = 16
 """Bits of a size that hold the columns of a grid; as many above them hold its rows, and those above
 hold the tubelets of a clip: none of an image."""
 
 
+def rows_of_sounds(samples: np.ndarray, subsampling: int) -> np.ndarray:
+    """Return the rows that sounds become, int64 [sounds].
+
+    Args:
+        samples: of each sound, int64 [sounds].
+        subsampling: log-mel frames that become a row.
+    """
+    return samples // (HOP * subsampling) + 1
+
+
 def packed_size(tubelets: int, rows: int, columns: int) -> int:
-    """Return the size, as data sources give it, of an image or a clip (clip_grids.py)."""
+    """Return the size, as data sources give it, of an image or a clip."""
     return (tubelets << BITS | rows) << BITS | columns
 
 
@@ -97,3 +121,57 @@ class PatchGrids:
         rows, columns = self.grid_of(*image.shape[1:])
         (pixels,) = resized(image[None], (rows * self.patch, columns * self.patch))
         return rearrange(pixels, "c (h y) (w x) -> h w (c y x)", h=rows, w=columns)
+
+
+@dataclass(frozen=True)
+class ClipGrids:
+    """Settings of clips.
+
+    patch: height and width of a patch in pixels. pixel_shuffle: so many patches high and wide is a
+    row of the language model's sequence. tubelet: frames of a tubelet. patches: of a frame, about.
+    """
+
+    patch: int
+    pixel_shuffle: int
+    tubelet: int
+    patches: int
+
+    def size_of(self, frames: int, height: int, width: int) -> int:
+        """Return the size, as data sources give it, of a clip of so many frames of so many
+        pixels.
+        """
+        return packed_size(math.ceil(frames / self.tubelet), *self.grid_of(height, width))
+
+    def grid_of(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of patches that a frame of so many pixels is resized to.
+
+        They have the frame's aspect ratio, about, and are multiples of the pixel shuffle's factor.
+        """
+        factor, ratio = self.pixel_shuffle, width / height
+        sides = [
+            max(1, round(math.sqrt(self.patches / ratio))),
+            max(1, round(math.sqrt(self.patches * ratio))),
+        ]
+        above = [-(-side // factor) * factor for side in sides]
+        if math.prod(above) <= self.patches:
+            return above[0], above[1]
+        rows, columns = (max(factor, side // factor * factor) for side in sides)
+        return rows, columns
+
+    def cut(self, frames: torch.Tensor) -> torch.Tensor:
+        """Resize frames to their grid, in fp32, and cut tubelets of them into patches.
+
+        The last frame is repeated until the last tubelet is whole.
+
+        Args:
+            frames: uint8 [frames, 3, H, W].
+
+        Returns:
+            float32 [tubelets, rows, columns, tubelet · 3 · patch²], as `PatchGrids.cut`.
+        """
+        rows, columns = self.grid_of(*frames.shape[2:])
+        pixels = resized(frames, (rows * self.patch, columns * self.patch))
+        lacking = -len(frames) % self.tubelet
+        pixels = torch.cat([pixels, pixels[-1:].expand(lacking, -1, -1, -1)])
+        pattern = "(n t) c (h y) (w x) -> n h w (t c y x)"
+        return rearrange(pixels, pattern, t=self.tubelet, h=rows, w=columns)
