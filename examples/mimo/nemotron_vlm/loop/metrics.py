@@ -5,7 +5,6 @@
 import contextlib
 import functools
 import gc
-import inspect
 import json
 import math
 import time
@@ -68,12 +67,11 @@ def observed(
             stack.enter_context(replaced(training, train_step=_first_kept(training.train_step)))
         if args.rank == args.world_size - 1:
             watch = stack.enter_context(closing(_Watch(args, loading, note)))
-            save = training.save_checkpoint_and_time
             watched = replaced(
                 training,
-                train_step=_watched(training.train_step, watch.train_step),
-                evaluate=_watched(training.evaluate, watch.evaluate),
-                save_checkpoint_and_time=_watched(save, watch.save_checkpoint),
+                train_step=watch.train_step,
+                evaluate=watch.evaluate,
+                save_checkpoint_and_time=watch.save_checkpoint,
             )
             stack.enter_context(watched)
         yield
@@ -97,18 +95,6 @@ def _first_kept(train_step: Callable) -> Callable:
     return wrapped
 
 
-def _watched(function: Callable, watch: Callable[[Callable, dict], object]) -> Callable:
-    """Wrap ``function``: call ``watch`` instead, with the call and its arguments by name."""
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def wrapped(*arguments, **named):
-        seen = signature.bind(*arguments, **named).arguments
-        return watch(functools.partial(function, *arguments, **named), seen)
-
-    return wrapped
-
-
 class _OnTheWay:
     """Scalars copied asynchronously from the device to the host."""
 
@@ -126,24 +112,26 @@ class _OnTheWay:
 
 
 class _Watch:
-    """Makes records from the watched calls, and hands them to a writer."""
+    """Calls Megatron's functions, makes records from the calls, and hands them to a writer."""
 
     def __init__(
         self, args: Namespace, loading: Loading, note: Callable[[Record], object] | None
     ) -> None:
         self._args, self._loading, self._note = args, loading, note
+        self._train_step, self._evaluate = training.train_step, training.evaluate
+        self._save_checkpoint = training.save_checkpoint_and_time
         self._writer = MetricsWriter(args.metrics_out, args.train_iters)
         self._held: Record | None = None
         self._reported = _OnTheWay({})
         self._idle_since: float | None = None
 
-    def train_step(self, call: Callable, seen: dict) -> object:
+    def train_step(self, step, data, model, optimizer, *rest, **named) -> object:
         if self._idle_since is None:
             tell("taking the first step, which takes longest")
         started, waited = time.perf_counter(), self._loading.waited_s
         # Before the step: afterwards, the optimizer has the next step's rate.
-        lr = get_canonical_lr_for_logging(seen["optimizer"].param_groups)
-        result = call()
+        lr = get_canonical_lr_for_logging(optimizer.param_groups)
+        result = self._train_step(step, data, model, optimizer, *rest, **named)
         ended = time.perf_counter()
         self._write_held()  # before the step's own log: W&B takes no number of an earlier step
         losses, skipped, asks_save, ends, _, grad_norm, *_ = result
@@ -168,9 +156,9 @@ class _Watch:
         self._idle_since = ended
         return result
 
-    def evaluate(self, call: Callable, _) -> tuple:
+    def evaluate(self, *arguments, **named) -> tuple:
         started = time.perf_counter()
-        result = call()
+        result = self._evaluate(*arguments, **named)
         if self._idle_since:
             self._idle_since += time.perf_counter() - started
         found = {name: float(value) for name, value in (result[0] or {}).items()}
@@ -181,11 +169,11 @@ class _Watch:
             tell(", ".join(f"{name.replace('_', ' ')} {score}" for name, score in scores.items()))
         return result
 
-    def save_checkpoint(self, call: Callable, _) -> object:
+    def save_checkpoint(self, *arguments, **named) -> object:
         # A run resumed from the checkpoint needs the step; an evaluation may still follow.
         if self._held is not None:
             self._writer.write(self._completed())
-        return call()
+        return self._save_checkpoint(*arguments, **named)
 
     def close(self) -> None:
         self._write_held()

@@ -78,7 +78,7 @@ class TestMetrics:
         assert pauses[0] == 0 and min(pauses[1:]) > 0.5
 
     def test_the_host_does_not_wait_for_the_numbers_of_a_step(self, tmp_path, monkeypatch):
-        def take(optimizer, losses, skipped, ends=False):
+        def take(function, data, model, optimizer, losses, skipped, ends=False):
             """Megatron's step, whose result has not come to the host."""
             return losses, skipped, False, ends, None, 0.5, 0, None
 
@@ -86,16 +86,17 @@ class TestMetrics:
         args.rank, args.world_size = 0, 1
         monkeypatch.setattr(training, "train_step", take)
         monkeypatch.setattr(metrics, "get_current_global_batch_size", lambda: 32)
-        device, seen, optimizer = torch.cuda.current_device(), [], Namespace(param_groups=[])
+        device, seen = torch.cuda.current_device(), []
+        given = None, None, None, Namespace(param_groups=[])
         with observed(args, Namespace(waited_s=0.0), seen.append):
             for step in (1, 2, 3):
                 reported = {LOSS: float(step), TOKENS: 8.0}
                 scalars = {k: torch.full((), v, device=device) for k, v in reported.items()}
                 args.curr_iteration = step - 1
                 with no_host_sync():
-                    training.train_step(optimizer, scalars, int(step == 2))
+                    training.train_step(*given, scalars, int(step == 2))
                 assert len(seen) == step - 1
-            training.train_step(optimizer, scalars, 0, True)  # Megatron does not count this step
+            training.train_step(*given, scalars, 0, True)  # Megatron does not count this step
         names = ("step", "loss", "num_tokens", "skipped")
         found = [tuple(record[name] for name in names) for record in seen]
         assert found == [(1, 1.0, 8, False), (2, 2.0, 8, True), (3, 3.0, 8, False)]
