@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.mimo.common.option_group import add_options
+from examples.mimo.nemotron_vlm.data.reading_options import add_options
 from examples.mimo.nemotron_vlm.model.presets import tiny
 from examples.mimo.nemotron_vlm.options.command_line import set_defaults
 from examples.mimo.nemotron_vlm.options.defaults import defaults

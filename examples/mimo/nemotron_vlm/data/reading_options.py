@@ -6,8 +6,11 @@ import argparse
 from dataclasses import dataclass, field
 from typing import Literal
 
+from examples.mimo.common.config_file import nearest
+from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.model.presets import PRESETS, VLMPreset, find_preset
+from megatron.training.argument_utils import ArgumentGroupFactory
 
 
 @dataclass
@@ -59,6 +62,20 @@ class ReadingOptions:
     """the tokenizer's token for an image"""
     surveys: str | None = None
     """directory of the data's surveys; default: beside the data"""
+
+
+def add_options(parser: argparse.ArgumentParser, options: type) -> None:
+    """Add a dataclass's fields to a parser as options, and make its errors `UserError`s."""
+    ArgumentGroupFactory(options).build_group(parser, "Nemotron VLM")
+
+    def refuse(message: str):
+        marker = "unrecognized arguments: "
+        unknown = message.removeprefix(marker).split()[0] if marker in message else ""
+        name = unknown.partition("=")[0]
+        hint = nearest(name, parser._option_string_actions) if name else ""
+        raise UserError(f"{message}{hint or '; see --help'}")
+
+    parser.error = refuse
 
 
 def preset_of(args: argparse.Namespace) -> VLMPreset:

@@ -14,10 +14,10 @@ import numpy as np
 from examples.mimo.common.config_file import with_config
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import option_of
-from examples.mimo.common.option_group import add_options
 from examples.mimo.nemotron_vlm.data import PREPARATION, make_encoder
 from examples.mimo.nemotron_vlm.data.reading_options import (
     ReadingOptions,
+    add_options,
     media_violation,
     preset_of,
 )

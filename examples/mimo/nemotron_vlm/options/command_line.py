@@ -14,8 +14,7 @@ from examples.mimo.common.config_file import as_yaml, with_config
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import option_of
 from examples.mimo.common.megatron_rules import idle_options
-from examples.mimo.common.option_group import add_options
-from examples.mimo.nemotron_vlm.data.reading_options import preset_of
+from examples.mimo.nemotron_vlm.data.reading_options import add_options, preset_of
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.defaults import defaults
 from examples.mimo.nemotron_vlm.options.own_options import OwnOptions

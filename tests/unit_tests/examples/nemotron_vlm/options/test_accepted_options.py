@@ -20,7 +20,7 @@ import torch
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import SIZES
 from examples.mimo.common.megatron_rules import NEEDS_GPU, WHEREVER_SET, idle_options
-from examples.mimo.common.option_group import add_options
+from examples.mimo.nemotron_vlm.data.reading_options import add_options
 from examples.mimo.nemotron_vlm.model.presets import tiny
 from examples.mimo.nemotron_vlm.options.command_line import set_defaults
 from examples.mimo.nemotron_vlm.options.defaults import defaults

@@ -10,7 +10,7 @@ import pytest
 
 from examples.mimo.common.config_file import write_config
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.option_group import add_options
+from examples.mimo.nemotron_vlm.data.reading_options import add_options
 from examples.mimo.nemotron_vlm.loop import run as loop
 from examples.mimo.nemotron_vlm.loop.run import run
 from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset
