@@ -4,14 +4,15 @@
 
 from __future__ import annotations
 
+import inspect
 from argparse import Namespace
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips, MockStrips
-from examples.mimo.nemotron_vlm.data.own_source import build, parameters_of
 from examples.mimo.nemotron_vlm.data.sample import DigitTask, SampleSource
 from examples.mimo.nemotron_vlm.data.whole_images import WholeImages, most_rows
 from examples.mimo.nemotron_vlm.model.names import SOUND
@@ -33,6 +34,11 @@ PREPARATION = """tokenizer_model image_token prompt max_tiles thumbnail video_fr
     video_target_num_patches dynamic_resolution dynamic_resolution_min_patches
     dynamic_resolution_max_patches""".split()
 """Arguments that decide how conversations and media become tokens and inputs."""
+
+
+TRUTH = {"true": True, "false": False}
+READERS = {bool: TRUTH.__getitem__, int: int, float: float, Path: Path}
+"""Readers of a parameter's text, by its type; other types take the text."""
 
 
 def path_of(data: str) -> str | None:
@@ -69,10 +75,10 @@ def make_source(args: Namespace, preset: VLMPreset) -> SampleSource:
             source = _energon(path, args, preset)
         else:
             chosen, words = kind or _imported(name), name.removeprefix(DIGITS)
-            if "encoder" in parameters_of(chosen):
+            if "encoder" in _parameters_of(chosen):
                 given["encoder"] = make_encoder(args, preset)
             named = name if words == name else f"{DIGITS}digits={digits_of_strip(words)}"
-            source = build(chosen, named, given)
+            source = _build(chosen, named, given)
             source.text("train", 0)
         if args.dynamic_resolution and isinstance(source, DigitTask):
             source = WholeImages(source, images, args.seq_length, args.seed)
@@ -124,6 +130,39 @@ def _imported(data: str) -> type[SampleSource]:
             f"the module's folder in PYTHONPATH ({error})"
         ) from error
     return kind
+
+
+def _parameters_of(kind: type[SampleSource]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(kind, eval_str=True).parameters
+
+
+def _build(kind: type[SampleSource], data: str, given: Mapping[str, Any]) -> SampleSource:
+    """Build the source that ``--data NAME:key=value,…`` asks for.
+
+    Args:
+        data: what ``--data`` has.
+        given: what the program gives to the parameters of these names.
+
+    Raises:
+        UserError: a key is unknown or missing, or its value is not of the parameter's type.
+    """
+    parameters = _parameters_of(kind)
+    own = {name: each for name, each in parameters.items() if name not in given}
+    texts = [word.partition("=") for word in data.partition(":")[2].split(",") if word]
+    values = {name: given[name] for name in parameters if name in given}
+    wrong = [f"no parameter {name}" for name, _, _ in texts if name not in own]
+    for name, _, text in texts if not wrong else ():
+        types = get_args(own[name].annotation) or (own[name].annotation,)
+        read = next((READERS[each] for each in types if each in READERS), str)
+        try:
+            values[name] = read(text)
+        except (ValueError, KeyError):
+            wrong.append(f"{name}={text} is no {types[0].__name__}")
+    wrong += [f"{n} is missing" for n in own if n not in values and own[n].default is own[n].empty]
+    if wrong:
+        takes = [str(each) for each in own.values()] or ["no parameters"]
+        raise UserError(f"--data {data}: {wrong[0]}; {kind.__name__} takes {', '.join(takes)}")
+    return kind(**values)
 
 
 def _energon(path: str, args: Namespace, preset: VLMPreset) -> SampleSource:
