@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 from jinja2 import Environment
 
-from examples.mimo.common.errors import UserError
+from examples.mimo.common.errors import UserError, one_line
 from examples.mimo.common.layout import COLOCATED, Layout, parse_layout
-from examples.mimo.nemotron_vlm.data.sample import Question
+from examples.mimo.nemotron_vlm.data.sample import Question, SampleSource
+from examples.mimo.nemotron_vlm.loop.forward_step import Answers
+from examples.mimo.nemotron_vlm.loop.metrics import numbers_of, read_metrics
 
 CURVES = {
     "loss per token": {"loss": "training", "eval_loss": "held out"},
@@ -25,6 +27,12 @@ CURVES = {
 LOGARITHMIC = "loss per token", "seconds of a step"
 WIDTH, HEIGHT, POINTS = 400, 150, 500
 """Size of a picture's area, and about the most points of a curve."""
+
+SHOWN = 6
+"""Most wrong samples, and most right ones, on the page."""
+
+LOOKED_AT = 256
+"""Samples of the evaluation among which wrong ones are looked for."""
 
 PAGE = Environment(autoescape=True, trim_blocks=True).from_string("""<!doctype html>
 <meta charset="utf-8"><title>{{ title }}</title>
@@ -106,6 +114,40 @@ def write_page(
         file.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise UserError(f"{file}: cannot write it: {error.strerror}") from error
+
+
+def write_report(args: Namespace, source: SampleSource, answers: Answers) -> str:
+    """Write the page that ``--report`` names; return its link, or why there is none.
+
+    The run has ended well then, all the same.
+    """
+    try:
+        records = read_metrics(args.metrics_out)
+        layout = f"{args.placement}: encoder {args.encoder}, language {args.language}"
+        facts = {"data": args.data, "layout": layout, "steps": str(len(records))}
+        facts |= numbers_of(records[-1]) if records else {}
+        title = f"{args.model} on {args.world_size} ranks"
+        write_page(args.report, title, facts, readings(source, answers), records, args)
+    except Exception as error:  # whatever a source of a user's raises
+        return f"warning: no page: {one_line(error)}"
+    return f"page: {args.report.absolute().as_uri()}"
+
+
+def readings(source: SampleSource, answers: Answers) -> list[Shown]:
+    """Return held-out samples that the model has read, up to `SHOWN` wrong ones and right ones."""
+    read: dict[int, list[int]] = {}
+    for (number, _), token in sorted(answers.items()):
+        read.setdefault(number, []).append(token)
+    found: dict[bool, list[Shown]] = {False: [], True: []}
+    for number in list(read)[:LOOKED_AT]:
+        text = source.text("test", number)
+        labels = text.labels[text.loss_mask.bool()].tolist()
+        is_right = read[number] == labels
+        if len(found[is_right]) < SHOWN:
+            question = source.shown("test", number)._replace(answer=source.words(labels))
+            name, said = source.name("test", number), source.words(read[number])
+            found[is_right].append(Shown(name, question, said, is_right))
+    return found[False] + found[True]
 
 
 def _curve(title: str, names: dict[str, str], records: Sequence[dict]) -> dict:

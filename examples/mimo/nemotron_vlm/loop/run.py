@@ -46,7 +46,7 @@ from examples.mimo.nemotron_vlm.loop.outputs import (
     log_file,
     output_to,
 )
-from examples.mimo.nemotron_vlm.loop.report import write_report
+from examples.mimo.nemotron_vlm.loop.page import write_report
 from examples.mimo.nemotron_vlm.loop.terminal import beginning, ending, say, tell
 from examples.mimo.nemotron_vlm.model.model import placed
 from examples.mimo.nemotron_vlm.options.command_line import read

@@ -16,8 +16,7 @@ import torch
 from PIL import Image
 
 from examples.mimo.nemotron_vlm.data.sample import Question, SampleSource, Text
-from examples.mimo.nemotron_vlm.loop.page import Shown, holdings, write_page
-from examples.mimo.nemotron_vlm.loop.report import SHOWN, write_report
+from examples.mimo.nemotron_vlm.loop.page import SHOWN, Shown, holdings, write_page, write_report
 
 RUN = {"model": "tiny", "data": "digits", "placement": "colocated", "world_size": 16}
 RUN |= {"hybrid_layer_pattern": "ME|M*|EE|-/*E", "encoder": "images:tp=4,dp=4 sound:dp=16"}
