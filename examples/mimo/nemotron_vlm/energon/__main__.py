@@ -100,7 +100,7 @@ def describe(
         lines.append(f"  {kind:6}  {' · '.join(of)} · mean {inputs.mean():.2f}")
         for kind, is_taken in ((VIDEO, encoder.video), (SOUND, encoder.subsampling)):
             if is_taken:
-                lines.append(f"  {kind:6}  {survey.count(chosen, kind)}")
+                lines.append(f"  {kind:6}  {survey.media_in(chosen, [kind])[1].sum()}")
         asked = np.bincount(survey.asked[chosen], minlength=len(MODES) + 1).tolist()
         ways = [*(json.dumps(mode) for mode in MODES), "no prompt begins their answers"]
         ways[0] = "the template's prompt"

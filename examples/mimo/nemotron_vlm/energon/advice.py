@@ -8,7 +8,7 @@ from examples.mimo.common.layout import table
 from examples.mimo.nemotron_vlm.data.rows import Packing, best_fit
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.images import Tiling
-from examples.mimo.nemotron_vlm.energon.survey import KINDS, Survey
+from examples.mimo.nemotron_vlm.energon.survey import Survey
 from examples.mimo.nemotron_vlm.model.names import IMAGES
 
 PERCENTILES = (50, 90, 99, 100)
@@ -39,11 +39,8 @@ def advise(survey: Survey, encoder: Encoder, chosen: np.ndarray, packing: Packin
     tables, advice = [table(rows)], f"--seq-length {best}"
 
     pixels = encoder.images
-    count = np.diff(survey.media_ends, prepend=0)
-    is_image = survey.media["kind"] == KINDS.index(IMAGES)
-    is_image &= np.repeat(np.isin(np.arange(len(count)), chosen), count)
-    of = np.searchsorted(chosen, np.repeat(np.arange(len(count)), count)[is_image])
-    sizes = survey.media["size"][is_image]
+    sizes, counts = survey.media_in(chosen, [IMAGES])
+    of = np.repeat(np.arange(len(chosen)), counts)
     keeping = ""
     if len(sizes):
         of_images = pixels.rows(sizes)

@@ -95,13 +95,13 @@ class EnergonSource(SampleSource):
         Only the survey is read. Inputs are tiles or whole images. Tokens are those of the sample's
         text, image tokens included.
         """
-        return self._stream(split).costs(np.arange(first, first + count, dtype=np.int64))
+        return self._stream(split).costs(first, count)
 
     def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
         """See `SampleSource`; only the survey is read."""
         if encoder == IMAGES and isinstance(self._encoder.images, Tiling):
             return super().sizes(split, first, count, encoder)
-        return self._stream(split).sizes(np.arange(first, first + count, dtype=np.int64), encoder)
+        return self._stream(split).sizes(first, count, encoder)
 
     def text(self, split: str, number: int) -> Text:
         """Return the tokens of a sample; the survey gives the sizes of images and sounds, so none

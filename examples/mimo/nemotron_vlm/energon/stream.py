@@ -5,11 +5,13 @@
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF
 from examples.mimo.nemotron_vlm.energon.order import Order
 from examples.mimo.nemotron_vlm.energon.store import DataSet
 from examples.mimo.nemotron_vlm.energon.survey import GOOD, STATES, Survey
@@ -94,24 +96,27 @@ class Stream:
         numbered = self._numbered[place]
         return numbered.dataset, int(numbered.indices(sample)[0]), numbered.survey
 
-    def costs(self, numbers: np.ndarray) -> np.ndarray:
-        """Return tokens and inputs of samples by number, int64 [n, 2]."""
-        costs = np.empty((len(numbers), 2), np.int64)
-        places, drawn = self.order.locate(numbers)
-        for place, numbered in enumerate(self._numbered):
-            here = places == place
-            indices = numbered.indices(drawn[here])
-            costs[here, 0] = np.minimum(numbered.survey.tokens[indices], self._seq_length)
-            costs[here, 1] = numbered.survey.inputs[indices]
+    def costs(self, first: int, count: int) -> np.ndarray:
+        """Return tokens and inputs of samples from a number on, int64 [count, 2]."""
+        costs = np.empty((count, 2), np.int64)
+        for here, survey, indices in self._drawn(first, count):
+            costs[here, 0] = np.minimum(survey.tokens[indices], self._seq_length)
+            costs[here, 1] = survey.inputs[indices]
         return costs
 
-    def sizes(self, numbers: np.ndarray, encoder: str) -> list[np.ndarray]:
-        """Return the sizes of an encoder's inputs of each sample by number, int64."""
-        sizes: list[np.ndarray] = [None] * len(numbers)
-        places, drawn = self.order.locate(numbers)
+    def sizes(self, first: int, count: int, encoder: str) -> list[np.ndarray]:
+        """Return the sizes of an encoder's inputs of each sample from a number on, int64."""
+        sizes: list[np.ndarray] = [None] * count
+        for here, survey, indices in self._drawn(first, count):
+            found, counts = survey.media_in(indices, KINDS_OF[encoder])
+            for place, number, end in zip(here, counts, np.cumsum(counts), strict=True):
+                sizes[place] = found[end - number : end]
+        return sizes
+
+    def _drawn(self, first: int, count: int) -> Iterator[tuple[np.ndarray, Survey, np.ndarray]]:
+        """Yield, for each data set, the places of its samples among those from a number on, its
+        survey, and the samples' indices there."""
+        places, drawn = self.order.locate(np.arange(first, first + count, dtype=np.int64))
         for place, numbered in enumerate(self._numbered):
             here = np.flatnonzero(places == place)
-            found = numbered.survey.sizes(numbered.indices(drawn[here]), encoder)
-            for number, each in zip(here, found, strict=True):
-                sizes[number] = each
-        return sizes
+            yield here, numbered.survey, numbered.indices(drawn[here])

@@ -17,7 +17,7 @@ on the sequence length. Each data set has, beside energon's own metadata or in a
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -109,21 +109,18 @@ class Survey:
         kinds = [KINDS.index(kind) for kind in KINDS_OF[encoder]] if encoder else range(len(KINDS))
         return [(Extent(*of), crc) for kind, *of, crc in media.tolist() if kind in kinds]
 
-    def sizes(self, indices: np.ndarray, encoder: str) -> list[np.ndarray]:
-        """Return the sizes of an encoder's media of each sample, int64."""
+    def media_in(
+        self, indices: np.ndarray, kinds: Collection[str]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sizes of media of some kinds in samples, int64 [media], and their number in
+        each sample, int64 [samples]."""
         ends = self.media_ends[indices]
         counts = ends - np.where(indices, self.media_ends[indices - 1], 0)
         last = np.cumsum(counts)
         media = self.media[np.repeat(ends - last, counts) + np.arange(counts.sum())]
-        own = np.isin(media["kind"], [KINDS.index(kind) for kind in KINDS_OF[encoder]])
-        before = np.cumsum([0, *own])
-        return np.split(media["size"][own], before[last[:-1]])
-
-    def count(self, indices: np.ndarray, kind: str) -> int:
-        """Return the number of media of a kind in samples."""
-        own = np.cumsum(np.append(0, self.media["kind"] == KINDS.index(kind)))
-        ends = own[self.media_ends]
-        return int(np.diff(ends, prepend=0)[indices].sum())
+        own = np.isin(media["kind"], [KINDS.index(kind) for kind in kinds])
+        before = np.append(0, np.cumsum(own))
+        return media["size"][own], np.diff(before[np.append(0, last)])
 
     def states(self, seq_length: int, cut: bool = False, part: slice = slice(None)) -> np.ndarray:
         """Return the states of samples, int32; those that need more tokens are too long.

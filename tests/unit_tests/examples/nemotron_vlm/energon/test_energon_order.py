@@ -134,7 +134,7 @@ class Records(SampleSource):
         self.stream = stream_of(states, tokens, range(records), SEQ_LENGTH)
 
     def costs(self, split, first, number):
-        return self.stream.costs(np.arange(first, first + number))
+        return self.stream.costs(first, number)
 
 
 def read(source: Records, dp: int, state: Namespace, steps: int) -> list[int]:

@@ -30,6 +30,7 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     omni,
     source,
     survey,
+    whole,
 )
 from tests.unit_tests.examples.nemotron_vlm.energon.media_files import mp4, sound
 
@@ -131,6 +132,18 @@ def test_blends_keep_proportions_or_have_an_epoch(digits, extra, tmp_path):
     repeated = [{"path": str(digits), "repetitions": 1}, {"path": str(extra), "repetitions": 3}]
     opened = source(blend(tmp_path, {"blend_epochized": repeated}), digits / "tokenizer")
     assert opened.epoch_size("train") == TRAIN + 3 * OTHERS
+
+
+def test_a_sample_of_a_blend_has_the_sizes_of_its_own_images(digits, extra, tmp_path):
+    """Also if samples of one data set alone are asked for."""
+    survey(extra)
+    both = blend(tmp_path, {"blend": [{"path": str(digits)}, {"path": str(extra)}]})
+    tokenizer = digits / "tokenizer"
+    opened = source(both, tokenizer, encoder=whole(tokenizer))
+    for number, sizes in enumerate(opened.sizes("train", 0, 20, IMAGES)):
+        (alone,) = opened.sizes("train", number, 1, IMAGES)
+        shapes = [each.shape[:-1] for each in opened.inputs("train", number, IMAGES)]
+        assert shapes == [*map(tuple, grids_of(alone))] and alone.tolist() == sizes.tolist()
 
 
 def test_captions_are_read_through_a_field_map(digits, tmp_path):
