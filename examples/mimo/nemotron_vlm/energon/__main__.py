@@ -13,7 +13,7 @@ import numpy as np
 
 from examples.mimo.common.config_file import with_config
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import option_of
+from examples.mimo.common.layout import option_of, table
 from examples.mimo.nemotron_vlm.data import PREPARATION, make_encoder
 from examples.mimo.nemotron_vlm.data.reading_options import (
     ReadingOptions,
@@ -21,8 +21,7 @@ from examples.mimo.nemotron_vlm.data.reading_options import (
     media_violation,
     preset_of,
 )
-from examples.mimo.nemotron_vlm.data.rows import Packing
-from examples.mimo.nemotron_vlm.energon.advice import advise
+from examples.mimo.nemotron_vlm.data.rows import Packing, best_fit
 from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import VIDEO
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
@@ -38,11 +37,18 @@ from examples.mimo.nemotron_vlm.energon.survey import (
     load_survey,
     make_survey,
 )
-from examples.mimo.nemotron_vlm.model.names import SOUND
+from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 
 _SENT = rf"{MissingPackage.__module__}\.\w+: "
 
 PERCENTILES = (0, 50, 90, 99, 100)
+"""Percentiles of samples that are shown; advice has all but the least."""
+
+KEPT = 0.99
+"""Share of samples that the recommended length keeps, and of images to keep their size."""
+
+WINDOWS = 16
+"""Windows of samples that are packed to see how much padding is left."""
 
 DECIDE = ("model", *PREPARATION, "surveys")
 """Options of the training that decide what a survey says and where it is kept."""
@@ -107,7 +113,7 @@ def describe(
         counts = (f"{n}: {way}" for n, way in zip(asked, ways, strict=True) if n)
         lines.append(f"  asked   {' · '.join(counts)}")
         packing = Packing(given.pack_window, given.sample_multiple)
-        lines += advise(survey, encoder, chosen, packing) if split == "train" else []
+        lines += _advice(survey, encoder, chosen, packing) if split == "train" else []
     bad = bad_samples(dataset, survey, seq_length, names)
     cut = int((survey.needed[chosen][tokens > seq_length] <= seq_length).sum())
     for state, count in enumerate(np.bincount(survey.states(seq_length)[subset])):
@@ -117,6 +123,62 @@ def describe(
             lines.append(f"  {STATES[state]}: {count}{more}")
             lines += [f"    {sample.name}: {sample.reason}" for sample in named]
     return "\n".join(lines)
+
+
+def _advice(survey: Survey, encoder: Encoder, chosen: np.ndarray, packing: Packing) -> list[str]:
+    """Return lines with a table of sequence lengths to train with, one of bounds of images, and a
+    recommendation.
+
+    Args:
+        chosen: indices of the samples that can be used, int64 [n].
+    """
+    tokens = survey.tokens[chosen].astype(np.int64)
+    lengths = list(dict.fromkeys(map(packing.padded, _percentiles(tokens))))
+    rows = [["--seq-length", "samples kept", "tokens kept", "padding", "with --pack"]]
+    for length in (*lengths, 2 * lengths[-1]):
+        kept = tokens[tokens <= length]
+        shares = len(kept) / len(tokens), kept.sum() / tokens.sum()
+        paddings = 1 - kept.mean() / length, _packed_padding(kept, length, packing)
+        rows.append([str(length), *(f"{share:.1%}" for share in (*shares, *paddings))])
+    best = next(length for length in lengths if (tokens <= length).mean() >= KEPT)
+    tables, advice = [table(rows)], f"--seq-length {best}"
+
+    pixels = encoder.images
+    sizes, counts = survey.media_in(chosen, [IMAGES])
+    of = np.repeat(np.arange(len(chosen)), counts)
+    keeping = ""
+    if len(sizes):
+        of_images = pixels.rows(sizes)
+        if isinstance(pixels, Tiling):
+            option, parts = "--max-tiles", sizes - (pixels.thumbnail & (sizes > 1))
+        else:
+            option = "--dynamic-resolution-max-patches"
+            parts = of_images * pixels.grids.pixel_shuffle**2
+        rows, kept = [[option, "images of surveyed size", "99 % of samples have at most"]], {}
+        for bound in dict.fromkeys(_percentiles(parts)):
+            kept[bound] = (parts <= bound).mean()
+            saved = np.maximum(of_images - of_images[parts <= bound].max(), 0)
+            fewer = tokens - np.bincount(of, saved, len(tokens)).astype(np.int64)
+            within = np.percentile(fewer, 99, method="higher")
+            rows.append([str(bound), f"{kept[bound]:.1%}", f"{within} tokens"])
+        tables.append(table(rows))
+        bound = next((each for each in kept if kept[each] >= KEPT), bound)
+        advice += f" {option} {bound}"
+        keeping = f", and with which {kept[bound]:.0%} of images keep their size"
+    lines = [f"  {line}".rstrip() for text in tables for line in text.splitlines()]
+    return [*lines, f"  recommended: {advice}, which {KEPT:.0%} of samples fit{keeping}"]
+
+
+def _percentiles(values: np.ndarray) -> list[int]:
+    return np.percentile(values, PERCENTILES[1:], method="higher").astype(np.int64).tolist()
+
+
+def _packed_padding(tokens: np.ndarray, length: int, packing: Packing) -> float:
+    """Return the share of padding in packed rows, as the first windows have it."""
+    size = packing.window
+    windows = [tokens[i : i + size] for i in range(0, len(tokens), size)][:WINDOWS]
+    padded = (best_fit(packing.padded(each).tolist(), length) for each in windows)
+    return 1 - sum(each.sum() for each in windows) / (sum(map(len, padded)) * length)
 
 
 def command(path: str, args: argparse.Namespace) -> str:
