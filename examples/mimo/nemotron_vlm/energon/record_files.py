@@ -19,6 +19,7 @@ import numpy as np
 from examples.mimo.common.errors import one_line
 from examples.mimo.nemotron_vlm.energon.errors import BadShard, MissingPackage
 from examples.mimo.nemotron_vlm.energon.records import decode_text
+from examples.mimo.nemotron_vlm.energon.units import stamp
 
 OPEN_GROUPS = 4
 """Row groups of a Parquet file that a process holds in memory."""
@@ -112,12 +113,11 @@ class ParquetFile:
 
 def open_file(file: Path) -> JsonFile | ParquetFile:
     """Return the records of a file, which is parsed once for all splits unless it changes."""
-    status = file.stat()
-    return _opened(file, status.st_size, status.st_mtime_ns)
+    return _opened(file, stamp(file))
 
 
 @lru_cache(maxsize=64)
-def _opened(file: Path, *_: int) -> JsonFile | ParquetFile:
+def _opened(file: Path, _stamp: tuple[int, ...]) -> JsonFile | ParquetFile:
     return (ParquetFile if file.suffix == ".parquet" else JsonFile)(file)
 
 
