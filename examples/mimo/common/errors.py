@@ -25,8 +25,9 @@ NOT_FINITE = (
     "which): lower --lr, or skip such steps with --no-check-for-nan-in-loss-and-grad"
 )
 
-LAUNCHED = "MIMO_LAUNCHED"
-"""Variable of the environment of ranks whose launcher ends with their line (``launch.py``)."""
+NOTED = "MIMO_STANDING"
+"""Variable of the environment of ranks whose launcher ends with their line (``launch.py``): the
+file that tells it of its host's `Standing`."""
 
 GRACE_S = 2
 """Seconds that a rank waits when it has lost another, which torchrun then notices first."""
@@ -91,7 +92,7 @@ def end_rank(error: Exception | SystemExit) -> int:
 def _is_last_attempt() -> bool:
     """Return whether the launcher will end with a line of this attempt, and not start another."""
     attempt, last = (os.environ.get(f"TORCHELASTIC_{n}") for n in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return bool(os.environ.get(LAUNCHED)) and attempt is not None and attempt == last
+    return bool(os.environ.get(NOTED)) and attempt is not None and attempt == last
 
 
 def _is_of_a_peer(error: Exception) -> bool:

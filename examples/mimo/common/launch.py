@@ -23,8 +23,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main
 
-from examples.mimo.common.errors import LAUNCHED, report
-from examples.mimo.common.standing import ENDING, NOTED, SIGNALLED, Standing
+from examples.mimo.common.errors import NOTED, report
+from examples.mimo.common.standing import ENDING, SIGNALLED, Standing
 
 PASSED_ON = signal.SIGUSR1, signal.SIGUSR2
 """Signals that the launcher passes on to its ranks; they would end torchrun."""
@@ -32,7 +32,6 @@ PASSED_ON = signal.SIGUSR1, signal.SIGUSR2
 
 def launch(argv: list[str]) -> int:
     """Run torchrun with these arguments; return the exit code."""
-    os.environ[LAUNCHED] = "1"
     logging.getLogger(SignalException.__module__).setLevel(logging.ERROR)  # a line for each rank
     for number in PASSED_ON:
         if signal.getsignal(number) is signal.SIG_DFL:

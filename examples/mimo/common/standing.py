@@ -8,10 +8,7 @@ import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from examples.mimo.common.errors import report
-
-NOTED = "MIMO_STANDING"
-"""Variable of the environment: the file that tells the launcher of its host's `Standing`."""
+from examples.mimo.common.errors import NOTED, report
 
 ENDING = signal.SIGINT, signal.SIGTERM
 

@@ -108,7 +108,7 @@ def test_an_error_is_one_line_that_torchruns_report_repeats(
 ):
     """Also the error of a process that a launched rank starts, and torchrun does not."""
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv(errors.LAUNCHED, "1")
+    monkeypatch.setenv(errors.NOTED, "1")
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(errors, "GRACE_S", 0)
@@ -139,7 +139,7 @@ def test_launched_ranks_end_with_the_line_of_the_one_that_failed_first(
 ):
     """The others wait: torchrun ends them."""
     text, code, line, times = RANKS[does]
-    monkeypatch.setenv(errors.LAUNCHED, "")  # and back at the end
+    monkeypatch.setenv(errors.NOTED, "")  # and back at the end
     ranks = tmp_path / "ranks.py"
     ranks.write_text(
         "import os, sys, time\n"
