@@ -11,7 +11,9 @@ Megatron's options are taken, except those in ``common/megatron_rules.py`` and
 Bad input ends every rank with exit code 2 and one line.
 """
 
+import argparse
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -19,9 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).absolute().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from examples.mimo.common.config_file import with_config  # noqa: E402
 from examples.mimo.common.errors import end_rank  # noqa: E402
 from examples.mimo.common.standing import end_quietly  # noqa: E402
-from examples.mimo.nemotron_vlm.options.environment import at_start  # noqa: E402
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # any free port
@@ -31,6 +33,42 @@ ALONE |= {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # an agent's store has a por
 GPU_KERNELS = ("apex", "causal_conv1d", "deep_ep", "fla", "flash_attn", "mamba_ssm")
 GPU_KERNELS += ("transformer_engine", "transformer_engine_torch")
 """Packages hidden from CPU ranks, so that layers choose implementations that need no GPU."""
+
+
+def at_start(argv: list[str]) -> tuple[bool, dict[str, str]]:
+    """Return whether a command line trains on GPUs, and the variables to set for it.
+
+    CUDA, Triton, PyTorch and Transformer Engine read them when they start: call it before one is
+    imported. Other runs must see no GPU: kernel libraries use the GPUs that they see when they are
+    imported, and then the CPU runtime cannot stand in for CUDA. Variables that are set already are
+    kept.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    names = "device cuda-graph-impl dry-run plan language tensor-model-parallel-size"
+    for name in f"{names} context-parallel-size".split():
+        parser.add_argument(f"--{name}", nargs="?", const="1")
+    asked = parser.parse_known_args(with_config(argv, parser))[0]
+    ahead = asked.cuda_graph_impl == "local"
+    # Megatron asks for one connection with tensor or context parallelism; on a single one, a
+    # kernel that waits for another rank holds back those behind it.
+    sizes = re.findall(r"\b[tc]p=(\d+)", asked.language or "")
+    sizes += [asked.tensor_model_parallel_size or "1", asked.context_parallel_size or "1"]
+    single = not ahead or asked.language == "planned" or {*sizes} != {"1"}
+    # Compiled kernels are kept for the next run, for each host apart: on a network file system,
+    # replacing a file that another host reads leaves that host a stale handle, which ends the run.
+    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    kernels = home / "megatron-mimo" / os.uname().nodename
+    variables = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1" if single else "8",
+        "NVTE_FRAMEWORK": "pytorch",  # else Transformer Engine imports JAX if it is installed
+        "TRITON_CACHE_AUTOTUNING": "1",
+        "TRITON_CACHE_DIR": str(kernels / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(kernels / "inductor"),
+    }
+    # Loading a kernel later may wait for all work on the device, and so for another rank.
+    variables |= {"CUDA_MODULE_LOADING": "EAGER"} if ahead else {}
+    uses_gpus = asked.device == "cuda" and not (asked.dry_run or asked.plan)
+    return uses_gpus, {name: v for name, v in variables.items() if name not in os.environ}
 
 
 def leave_out_compiler() -> None:

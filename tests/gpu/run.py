@@ -34,7 +34,7 @@ sys.path[:0] = [str(CHECKOUT), str(REPOSITORY / "tools/bench")]
 import torch  # noqa: E402
 from vlm import machine  # noqa: E402
 
-from examples.mimo.nemotron_vlm.options.environment import at_start  # noqa: E402
+from examples.mimo.pretrain_nemotron_vlm import at_start  # noqa: E402
 
 UNTUNED = Path(__file__).with_name("untuned")
 """Python finds this folder first, and imports the ``sitecustomize`` in it."""

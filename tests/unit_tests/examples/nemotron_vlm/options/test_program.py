@@ -16,8 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from examples.mimo.common import errors
 from examples.mimo.common.errors import UserError, end_rank
 from examples.mimo.common.launch import launch
-from examples.mimo.nemotron_vlm.options.environment import at_start
-from examples.mimo.pretrain_nemotron_vlm import ALONE, GPU_KERNELS, ROOT
+from examples.mimo.pretrain_nemotron_vlm import ALONE, GPU_KERNELS, ROOT, at_start
 
 
 def test_a_process_alone_waits_for_no_store_of_an_agent(monkeypatch):
