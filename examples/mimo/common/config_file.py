@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from examples.mimo.common.errors import UserError
+from examples.mimo.common.errors import UserError, one_line
 
 CONFIG = "--config"
 FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -90,8 +90,7 @@ def _read(path: str) -> dict[str, str | list[str]]:
     except OSError as error:
         raise UserError(f"{CONFIG} {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{CONFIG} {path}: no YAML: {reason}") from error
+        raise UserError(f"{CONFIG} {path}: no YAML: {one_line(error)}") from error
     if not isinstance(read, dict):
         raise UserError(f"{CONFIG} {path}: want lines of OPTION: VALUE")
     return read

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from examples.mimo.common.errors import UserError, one_line
 from examples.mimo.nemotron_vlm.loop.terminal import say
-from megatron.core.dist_checkpointing.first_rank import whole_file
+from megatron.core.dist_checkpointing.first_rank import on_first_rank, whole_file
 
 FILE = "best.json"
 """The file: ``{"step": 20, "eval_loss": 0.31}``."""
@@ -31,9 +31,8 @@ class Best:
 
     def resume(self) -> None:
         """Take the best checkpoint of the folder in which the run goes on; collective."""
-        said = [_read(Path(self._args.save), self._args.keep_best) if self._args.rank == 0 else 0]
-        dist.broadcast_object_list(said)
-        self.step, self._score = said[0]
+        found = on_first_rank(_read)(Path(self._args.save), self._args.keep_best)
+        self.step, self._score = found
 
     def note(self, step: int, score: float | None) -> None:
         """Note the score of a step, which the last rank has; collective."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from examples.mimo.common.errors import UserError
+from examples.mimo.common.errors import UserError, one_line
 from examples.mimo.common.layout import option_of
 from examples.mimo.nemotron_vlm.loop.all_ranks import on_all_ranks
 from examples.mimo.nemotron_vlm.loop.checkpoint_saving import Saves
@@ -167,7 +167,7 @@ def note_base(args: Namespace, stages: list[AdaptedModel]) -> None:
 def _refusal(
     args: Namespace, directory: str | None, error: BaseException, rank: int | None = None
 ) -> UserError:
-    reason = " ".join(str(error).split())[:600]
+    reason = one_line(error)[:600]
     if "damaged" in reason and (earlier := _earlier(Path(directory or ""))):
         reason += f"; the checkpoint before it: --ckpt-step {earlier}"
     return UserError(f"--load {args.load}: {reason}", rank)

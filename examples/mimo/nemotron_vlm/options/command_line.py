@@ -18,6 +18,7 @@ from examples.mimo.nemotron_vlm.data.reading_options import add_options, preset_
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.defaults import defaults
 from examples.mimo.nemotron_vlm.options.own_options import OwnOptions
+from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.training.arguments import parse_args
 
 
@@ -73,12 +74,8 @@ def read(argv: Sequence[str], preset: VLMPreset | None = None) -> CommandLine:
         return parser
 
     parsers: list[argparse.ArgumentParser] = []
-    before = sys.argv
-    try:
-        with one_line():
-            args = parse_args(extend)  # reads sys.argv
-    finally:
-        sys.argv = before
+    with replaced(sys, argv=sys.argv), as_user_errors():
+        args = parse_args(extend)  # reads sys.argv
     sizes = {field.name: getattr(args, field.name) for field in fields(preset.language)}
     preset = replace(preset, language=replace(preset.language, **sizes))
     return CommandLine(tuple(words), args, preset, as_yaml(words, parsers[0], args))
@@ -102,7 +99,7 @@ def set_defaults(parser: argparse.ArgumentParser, values: Mapping[str, object]) 
 
 
 @contextmanager
-def one_line() -> Iterator[None]:
+def as_user_errors() -> Iterator[None]:
     """Raise the errors of Megatron's checks as `UserError`s of one line."""
     kinds = AssertionError, ValueError, RuntimeError, TypeError, LookupError, ImportError, OSError
     try:

@@ -19,10 +19,11 @@ from examples.mimo.nemotron_vlm.model.model import VLMConfigs, make_configs
 from examples.mimo.nemotron_vlm.model.part_settings import PartSettings, by_encoder, part_settings
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options import derived
-from examples.mimo.nemotron_vlm.options.command_line import CommandLine, one_line, read
+from examples.mimo.nemotron_vlm.options.command_line import CommandLine, as_user_errors, read
 from examples.mimo.nemotron_vlm.options.layout_rules import derive
 from examples.mimo.nemotron_vlm.options.rules import RULES
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
+from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.training.arguments import validate_args
 from megatron.training.training import get_megatron_optimizer_config
 from megatron.training.vocab_utils import calculate_padded_vocab_size
@@ -79,7 +80,7 @@ class Run:
         layouts = derive(*wanted, batches[-1], args.world_size, args.placement)
         asked, configs, failed = Namespace(**vars(args)), None, None
         try:
-            with one_line():
+            with as_user_errors():
                 derived.set_macro_batch(args, layouts)
                 _set_layout(args, preset, layouts)
                 derived.set_experts(args, preset, layouts)
@@ -139,11 +140,8 @@ def _set_layout(args: Namespace, preset: VLMPreset, layouts: Layouts) -> None:
 
 def _validate(args: Namespace, language_ranks: int) -> None:
     """Run Megatron's own checks, with the language model's ranks as the world."""
-    world_size, args.world_size = args.world_size, language_ranks
-    try:
+    with replaced(args, world_size=language_ranks):
         validate_args(args, {"dataloader_type": "external"})
-    finally:
-        args.world_size = world_size
     if args.padded_vocab_size is None:
         args.padded_vocab_size = calculate_padded_vocab_size(
             args.vocab_size,
