@@ -16,15 +16,17 @@ Step = tuple[int, int, int]
 """A step: number of its first row, number of its microbatches, and rows of a DP rank in each."""
 
 
-def data_provider(loading: Any) -> Callable:
+def data_provider(loading: Any, begin: Callable[[], None] = lambda: None) -> Callable:
     """Return the data provider for ``pretrain``: it gives iterators for training and evaluation.
 
     Args:
         loading: this rank's data loading, whose ``training`` and ``held_out`` return iterators over
             microbatches without end.
+        begin: called first. Megatron asks for the data once a checkpoint is loaded.
     """
 
     def provider(_sizes, vp_stage: int | None = None):
+        begin()
         return loading.training(), loading.held_out(), None
 
     provider.is_distributed = True

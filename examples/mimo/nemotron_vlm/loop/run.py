@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole run on one rank: arguments, groups, Megatron's ``pretrain``, and the report."""
 
-import functools
 import io
 import os
 import signal
@@ -249,22 +248,19 @@ def store_of_attempt() -> dist.Store | None:
 def train(session: Session, note: Callable[[Record], object] | None = None) -> None:
     """Run Megatron's ``pretrain``; call ``note`` with each step's record on the last rank."""
     args, loading = session.run.args, session.loading
-    data = data_provider(loading)
 
-    @functools.wraps(data)
-    def provider(*sizes, **named):
-        # Megatron asks once a checkpoint is loaded: a run refused there keeps the last run's file.
+    def begin() -> None:
+        # Only now: a run whose checkpoint is refused keeps the last run's file.
         if folder := config_folder(args):
             file, text = folder / "config.yaml", session.run.line.config
             if errors := on_all_ranks(lambda: args.rank or write_config(file, text))[1]:
                 raise UserError(f"{file}: cannot write it: {errors[0]}")
         say("opening the data", args)
-        return data(*sizes, **named)
 
     with observed(args, loading, note), safe_loading(args):
         pretrain(
             session.cfg,
-            provider,
+            data_provider(loading, begin),
             ModelType.encoder_or_decoder,
             partial(forward_step, score=loading.reader.source.score),
             skip_model_parallel_init=True,
