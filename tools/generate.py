@@ -89,9 +89,10 @@ def _questions(options: Namespace, files: list) -> Iterator[tuple]:
     from conversion.their_model import question_of
     from examples.mimo.common.errors import UserError
     from examples.mimo.nemotron_vlm.data import SUFFIXES
+    from examples.mimo.nemotron_vlm.data.reading_options import ReadingOptions
     from examples.mimo.nemotron_vlm.energon.encoding import read_files
     from examples.mimo.nemotron_vlm.energon.files import FileSet
-    from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT, ENTRIES
+    from examples.mimo.nemotron_vlm.energon.records import ENTRIES
 
     file = options.questions
     if file is None:
@@ -112,7 +113,7 @@ def _questions(options: Namespace, files: list) -> Iterator[tuple]:
                 if isinstance(content, dict) and isinstance(content.get(kind), list):
                     content[kind].append({role: "assistant", text: "-"})  # as in training
             raw["json"] = json.dumps(content).encode()
-            record = records.record(raw, DEFAULT_PROMPT)
+            record = records.record(raw, ReadingOptions.prompt)
         except ValueError as error:
             raise ValueError(f"{file.parent / records.name(index)}: {error}") from error
         turns = record.turns[:-1]

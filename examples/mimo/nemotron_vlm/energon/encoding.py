@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from examples.mimo.common.errors import one_line
+from examples.mimo.nemotron_vlm.data.reading_options import ReadingOptions
 from examples.mimo.nemotron_vlm.data.sample import Text
 from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS, VIDEO, Chat
@@ -20,7 +21,7 @@ from examples.mimo.nemotron_vlm.energon.errors import (
     MissingPackage,
 )
 from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling, open_image
-from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT, Medium, Record
+from examples.mimo.nemotron_vlm.energon.records import Medium, Record
 from examples.mimo.nemotron_vlm.energon.sounds import read_sound
 from examples.mimo.nemotron_vlm.energon.videos import Extent, Watching
 from examples.mimo.nemotron_vlm.model.media_sizes import rows_of_sounds
@@ -56,7 +57,7 @@ class Encoder:
 
     chat: Chat
     images: Tiling | Resizing
-    prompt: str = DEFAULT_PROMPT
+    prompt: str = ReadingOptions.prompt
     subsampling: int | None = None
     video: Watching | None = None
 

@@ -58,7 +58,6 @@ ITEMS = {"image": IMAGES, "video": VIDEO, "audio": SOUND, "sound": SOUND}
 SOURCES = "type", "path", "url", "image", "video", "audio", "sound"
 """Keys of an item of a medium; its file is the sample's."""
 DECODERS = {"json": json.loads, "txt": bytes.decode}
-DEFAULT_PROMPT = "Describe the image."
 
 
 class MediaFile(str):
