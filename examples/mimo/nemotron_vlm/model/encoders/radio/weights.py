@@ -24,25 +24,6 @@ if TYPE_CHECKING:
 
 VIDEO_EMBEDDER = "model.patch_generator.video_embedder.weight"
 
-EXPECTED = {
-    "hidden_act": "gelu",
-    "layerscale_value": 1.0,
-    "num_channels": 3,
-    "qkv_bias": True,
-    "use_swiglu_ffn": False,
-}
-"""Fields of a RadioConfig for which our model supports one value."""
-
-SIZES = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "patch": "patch_size",
-    "max_tile": "max_img_size",
-    "norm_epsilon": "layer_norm_eps",
-}
-"""Fields of the entry and of a RadioConfig."""
-
 TOP = {
     "class_token": "model.patch_generator.cls_token.token",
     "position_embeddings": "model.patch_generator.pos_embed",
@@ -72,8 +53,22 @@ SCALES = "model.blocks.*.layer_scale?.lambda1"
 class RadioPart(Part):
     """The ViT, with timm's names of blocks, as C-RADIO is published."""
 
+    expected = {
+        "hidden_act": "gelu",
+        "layerscale_value": 1.0,
+        "num_channels": 3,
+        "qkv_bias": True,
+        "use_swiglu_ffn": False,
+    }
+    same = {
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "patch": "patch_size",
+        "max_tile": "max_img_size",
+        "norm_epsilon": "layer_norm_eps",
+    }
     # Pixels are normalized by values in the preset, there is no summary, and maybe no video.
-    expected, same = EXPECTED, SIZES
     unneeded = (MEAN, STD, SCALES, "summary_idxs", VIDEO_EMBEDDER)
 
     def sizes(self, base: Radio, config: Any, files: Files) -> Radio:
