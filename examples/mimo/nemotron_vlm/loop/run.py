@@ -285,8 +285,7 @@ def close_session(session: Session) -> None:
 def _print_outcome(session: Session, last: Sequence[Record], log: Path | None) -> None:
     args, source = session.run.args, session.loading.reader.source
     if args.report:
-        everywhere: list[dict] = [{}] * args.world_size
-        dist.all_gather_object(everywhere, answers)
+        everywhere, _ = on_all_ranks(lambda: answers)
     if args.rank < args.world_size - 1:
         return
     tell(ending(args, list(last), log))
