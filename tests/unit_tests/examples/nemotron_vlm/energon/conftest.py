@@ -4,6 +4,7 @@
 
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -45,6 +46,31 @@ def extra(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("other") / "other"
     make_digits(path, samples=24, seed=2)
     return path
+
+
+class Reads(NamedTuple):
+    """Names of samples, in the order of reads, and of the media among their files."""
+
+    samples: list[str]
+    media: list[str]
+
+
+@pytest.fixture
+def reads(monkeypatch) -> Reads:
+    """What is read from now on."""
+    from examples.mimo.nemotron_vlm.energon.records import kind_of
+    from examples.mimo.nemotron_vlm.energon.store import DataSet
+
+    seen, read = Reads([], []), DataSet.raw
+
+    def recorded(dataset: DataSet, index: int, *more, **kinds) -> dict[str, bytes]:
+        seen.samples.append(dataset.name(index))
+        raw = read(dataset, index, *more, **kinds)
+        seen.media.extend(name for name in raw if kind_of(name) and raw[name])
+        return raw
+
+    monkeypatch.setattr(DataSet, "raw", recorded)
+    return seen
 
 
 @pytest.fixture

@@ -3,16 +3,13 @@
 """Make, survey, damage and open the data sets of the tests."""
 
 import contextlib
-import errno
 import io
 import sys
 import tarfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import webdataset
 import yaml
 from PIL import Image
@@ -28,7 +25,6 @@ from examples.mimo.nemotron_vlm.energon.survey import make_survey
 from examples.mimo.nemotron_vlm.energon.videos import Watching
 from examples.mimo.nemotron_vlm.model.presets import tiny, tiny_omni
 from megatron.energon import BaseWebdatasetFactory
-from megatron.energon.flavors.webdataset.itar import ITarFile
 from tests.unit_tests.test_utilities import Utils
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[5] / "tools" / "data"))
@@ -155,26 +151,3 @@ def damage_image(path: Path, shard: str) -> str:
 def names(opened: EnergonSource, split: str, numbers: range) -> list[str]:
     """``shard/key`` of samples."""
     return ["/".join(Path(opened.name(split, number)).parts[-2:]) for number in numbers]
-
-
-class ShardReads:
-    """Reads of files in shards, recorded from now on; some may fail.
-
-    images: how often each image was read, by ``shard/key``. failing: number of reads that are still
-    to fail, by the shard's name.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.images, self.failing = Counter(), Counter()
-        extract = ITarFile.extractfile
-
-        def recorded(shard: ITarFile, member: tarfile.TarInfo):
-            name = Path(shard.name).name
-            if self.failing[name]:
-                self.failing[name] -= 1
-                raise OSError(errno.EIO, "Input/output error")
-            if not member.name.endswith((".json", ".txt")):
-                self.images[f"{name}/{member.name.partition('.')[0]}"] += 1
-            return extract(shard, member)
-
-        monkeypatch.setattr(ITarFile, "extractfile", recorded)

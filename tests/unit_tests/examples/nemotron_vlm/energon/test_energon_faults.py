@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults of storage and of loading processes: the table "When data fails" of your-own-data.md.
 
-Each row there has its cases here. Ranks draw an epoch from real shards through real loading
+Each row there has its cases here. A rank draws an epoch from real shards through real loading
 processes, and each sample is seen once, or the run ends in one line with the reason.
 """
 
@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import tarfile
 import time
 from collections import Counter
@@ -22,24 +23,23 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-import torch.distributed as dist
 from multistorageclient.file import PosixFile
 from PIL import Image
 
 from examples.mimo.common.errors import BAD_INPUT, UserError, end_rank
 from examples.mimo.nemotron_vlm.energon import store
-from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import image, shared_digits
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import image, source, survey
 from tests.unit_tests.examples.nemotron_vlm.runs import options_of, session_of
-from tests.unit_tests.test_utilities import Utils, requires_world_size
+from tests.unit_tests.test_utilities import Utils
 
 PAGE = Path(__file__).resolve().parents[5] / "docs" / "user" / "your-own-data.md"
 RUN = "--train-iters 7 --global-batch-size 12 --micro-batch-size 1 --seq-length 64 --seed 3"
-RUN += " --encoder dp=2 --language dp=2 --num-workers 2"
-EPOCH, OF_RANK = 84, 42
+RUN += " --num-workers 2"
+EPOCH = 84
 SHARD = "train-0001.tar"
 ALWAYS = 10**9
 LATER = 6
-"""Microbatches that a rank has drawn when a fault strikes that does not strike from the start."""
+"""Microbatches that the rank has drawn when a fault strikes that does not strike from the start."""
 
 
 def refused(error: int, times: int, file: str = SHARD) -> Callable[[Path], None]:
@@ -82,18 +82,6 @@ def killed(data: Path) -> None:
     time.sleep(0.2)  # the rank is busy elsewhere
 
 
-def on_first_rank(act: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Change the data once, while no rank draws."""
-
-    def strike(data: Path) -> None:
-        dist.barrier()
-        if Utils.rank == 0:
-            act(data)
-        dist.barrier()
-
-    return strike
-
-
 def changed(suffix: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     """Change each file of a kind in the shard; all keep their sizes."""
 
@@ -106,17 +94,17 @@ def changed(suffix: str, change: Callable[[bytes], bytes]) -> Callable[[Path], N
             content[where] = change(bytes(content[where])).ljust(member.size, b"\0")
         (data / SHARD).write_bytes(content)
 
-    return on_first_rank(act)
+    return act
 
 
 def truncated(path: str, size: int) -> Callable[[Path], None]:
-    return on_first_rank(lambda data: [os.truncate(file, size) for file in data.glob(path)])
+    return lambda data: [os.truncate(file, size) for file in data.glob(path)]
 
 
 class Fault(NamedTuple):
     """A fault, and what comes of it.
 
-    strike: called on each rank with the data set. says: a pattern of the log if the run goes on,
+    strike: called with the data set. says: a pattern of the log if the run goes on,
     else of the line that ends it. later: it strikes when an epoch has begun. ends: whether the run
     ends.
     """
@@ -142,7 +130,7 @@ ROWS = {
     },
     "a shard is replaced, cut short or removed": {
         "another shard in place of an open one": Fault(
-            on_first_rank(lambda data: shutil.copy(data / "train-0002.tar", data / SHARD)),
+            lambda data: shutil.copy(data / "train-0002.tar", data / SHARD),
             *(CHANGED.format(""), True),
         ),
         "other texts": Fault(
@@ -155,7 +143,7 @@ ROWS = {
         ),
         "cut short": Fault(truncated(SHARD, 3000), CHANGED.format("Unexpected end"), later=True),
         "unmounted": Fault(
-            on_first_rank(lambda data: data.rename(data.with_name("elsewhere"))),
+            lambda data: data.rename(data.with_name("elsewhere")),
             *(r"\.tar/sample \d+ has changed since .*No such file", True),
         ),
     },
@@ -176,69 +164,60 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def digits_of_all():
-    with shared_digits(samples=96) as data:
-        yield data
-
-
-@pytest.fixture
-def data(digits_of_all, shared_path):
-    """A data set that a fault may change."""
-    on_first_rank(lambda path: shutil.copytree(digits_of_all, path))(shared_path / "digits")
-    yield shared_path / "digits"
-    dist.barrier()
-
-
-@pytest.fixture
-def log(shared_path) -> Iterator[Path]:
-    """The rank's log, with that of its loading processes."""
-    handler = logging.FileHandler(shared_path / f"log-{Utils.rank}")
-    logging.getLogger().addHandler(handler)
-    with closing(handler):
-        yield shared_path / f"log-{Utils.rank}"
-    logging.getLogger().removeHandler(handler)
-
-
 def draw(data: Path, fault: Fault) -> Iterator[list[int]]:
-    """Yield the samples of each of a rank's microbatches, with the fault among them."""
+    """Yield the samples of each microbatch, with the fault among them."""
     if not fault.later:
         fault.strike(data)
     line = f"{RUN} --data energon:{data} --tokenizer-model {data}/tokenizer"
     with session_of(options_of(*line.split())) as session:
         batches = session.loading.training()
-        for number in range(OF_RANK):
+        for number in range(EPOCH):
             if fault.later and number == LATER:
                 fault.strike(data)
             yield next(batches)["samples"]
 
 
-@requires_world_size(2)
-class TestFault:
-    @pytest.mark.parametrize("fault", CASES)
-    def test_loses_no_sample_or_ends_the_run_in_a_line(self, fault, data, log, capsys, monkeypatch):
-        monkeypatch.setattr(store, "PAUSES_S", (0.1, 0.2))
-        monkeypatch.setattr(PosixFile, "read", PosixFile.read)  # which faults replace
-        seen, said, code = Counter(), [], None
-        drawn = draw(data, fault)
+@pytest.mark.parametrize("fault", CASES)
+def test_a_fault_loses_no_sample_or_ends_the_run_in_a_line(
+    fault, digits, tmp_path, capsys, monkeypatch
+):
+    Utils.initialize_distributed()
+    monkeypatch.setenv("RANK", "0")
+    data, log = shutil.copytree(digits, tmp_path / "digits"), tmp_path / "log"
+    monkeypatch.setattr(store, "PAUSES_S", (0.1, 0.2))
+    monkeypatch.setattr(PosixFile, "read", PosixFile.read)  # which faults replace
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the handler of surveys' processes would raise
+    # The log of loading processes, too.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.FileHandler(log)])
+    seen, said, code = Counter(), [], None
+    with closing(draw(data, fault)) as drawn:
         try:
             for samples in drawn:
                 seen.update(samples)
         except UserError as error:
             capsys.readouterr()
             code, said = end_rank(error), capsys.readouterr().err.splitlines()
-        finally:
-            drawn.close()
-        everywhere = [Counter()] * Utils.world_size
-        dist.all_gather_object(everywhere, seen)
-        together = sum(everywhere, Counter())
-        assert set(together.values()) <= {1}
-        if fault.ends:
-            assert len(said) == 1 and code == BAD_INPUT and len(together) < EPOCH
-            assert re.match(rf"error: rank {Utils.rank}: --data: .*{fault.says}", said[0]), said
-        else:
-            assert not said and set(together) == set(range(EPOCH))
-            assert re.search(fault.says, log.read_text()), log.read_text()
+    assert set(seen.values()) <= {1}
+    if fault.ends:
+        assert len(said) == 1 and code == BAD_INPUT and len(seen) < EPOCH
+        assert re.match(f"error: rank 0: --data: .*{fault.says}", said[0]), said
+    else:
+        assert not said and set(seen) == set(range(EPOCH))
+        assert re.search(fault.says, log.read_text()), log.read_text()
+
+
+def test_a_survey_awaits_a_read_that_fails_for_good_and_blames_no_data(copied, monkeypatch):
+    slept, read = [], PosixFile.read
+    monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setattr(PosixFile, "read", read)
+    refused(errno.EIO, ALWAYS)(copied)
+    why = f"^{copied / SHARD}, sample 0 cannot be read, also after 63 s: .Errno 5. Input/output"
+    with pytest.raises(OSError, match=why):
+        survey(copied)
+    assert slept == list(store.PAUSES_S) == [1, 2, 4, 8, 16, 32]
+    PosixFile.read = read
+    survey(copied)
+    assert not source(copied).left_out("train")
 
 
 def test_the_page_has_these_rows():

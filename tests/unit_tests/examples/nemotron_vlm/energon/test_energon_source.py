@@ -14,7 +14,6 @@ import yaml
 from PIL import Image
 
 from examples.mimo.nemotron_vlm.energon import survey as surveys
-from examples.mimo.nemotron_vlm.energon.store import PAUSES_S
 from examples.mimo.nemotron_vlm.model.media_sizes import grids_of
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.model.presets import tiny_omni
@@ -24,7 +23,6 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     ENCODERS,
     GRIDS,
     TOKENS_PER_TILE,
-    ShardReads,
     image,
     make_shard,
     omni,
@@ -52,18 +50,18 @@ def test_what_is_not_prepared_or_of_another_kind_is_refused(copied, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [*ENCODERS, "omni"])
-def test_costs_and_sizes_are_those_of_the_samples(request, kind, monkeypatch):
+def test_costs_and_sizes_are_those_of_the_samples(request, kind, reads):
     """No file of an image or a sound is read for a text; those of a sound alone, for its input."""
     path = request.getfixturevalue("omni_shards" if kind == "omni" else "digits")
     made = (ENCODERS | {"omni": omni})[kind](path / "tokenizer")
     opened, seen = source(path, encoder=made, seq_length=64), set()
-    reads = ShardReads(monkeypatch)
     for split, count in (("train", TRAIN), ("test", 12)):
         costs, sizes = opened.costs(split, 0, count), opened.sizes(split, 0, count, IMAGES)
         assert costs.shape == (count, 2) and costs[:, 1].min() == 0  # a text alone
         for number, own in enumerate(sizes):
+            reads.media.clear()
             text = opened.text(split, number)
-            assert not reads.images
+            assert not reads.media
             images, counts = opened.inputs(split, number, IMAGES), [len(own)]
             rows = len(own) * TOKENS_PER_TILE if kind == "tiles" else IMAGES_ROWS(own).sum()
             if kind == "tiles":
@@ -73,18 +71,17 @@ def test_costs_and_sizes_are_those_of_the_samples(request, kind, monkeypatch):
             assert (text.input_ids == opened.token_ids[IMAGES]).sum() == rows
             assert text.input_ids.max() < opened.vocab_size <= 64
             assert text.loss_mask.sum() >= 2 and text.loss_mask.dtype == torch.float32
-            reads.images.clear()
+            reads.media.clear()
             if kind == "omni":
                 (lengths,) = opened.sizes(split, number, 1, SOUND)
                 rows = tiny_omni().encoders[1].rows(lengths).sum()
                 assert (text.input_ids == opened.token_ids[SOUND]).sum() == rows
                 heard = opened.inputs(split, number, SOUND)
                 assert [len(each) for each in heard] == lengths.tolist()
-                assert reads.images.total() == len(heard)
+                assert len(reads.media) == len(heard)
                 counts.append(len(lengths))
             assert costs[number].tolist() == [len(text.input_ids), len(own)]
             assert bool(opened.shown(split, number).media) == (sum(counts) > 0)
-            reads.images.clear()
             seen.add(tuple(own.tolist()) if kind == "any size" else tuple(counts))
     assert len(seen) > {"any size": 8, "tiles": 3, "omni": 3}[kind]
 
@@ -172,7 +169,9 @@ def test_captions_are_read_through_a_field_map(digits, tmp_path):
     assert sorted(costs[:, 0]) == [tokens - 1] * 3 + [tokens] * 3
 
 
-def test_media_are_opened_once_and_stand_in_the_texts_order(omni_shards, tmp_path, monkeypatch):
+def test_media_are_opened_once_and_stand_in_the_texts_order(
+    omni_shards, tmp_path, monkeypatch, reads
+):
     """An image between two clips, one MP4 and one of frames, and a sound."""
     frames = {f"video2.{n}.png": image(32, 24) for n in range(2)}
     files = {"video1.mp4": mp4(), **frames, "png": image(32, 24), "wav": sound(np.zeros(4000))}
@@ -191,9 +190,9 @@ def test_media_are_opened_once_and_stand_in_the_texts_order(omni_shards, tmp_pat
             return real(*given, **options)
 
         monkeypatch.setattr(owner, name, call)
-    reads = ShardReads(monkeypatch)
+    reads.media.clear()
     text = opened.text("train", 0)
-    assert not reads.images and not calls
+    assert not reads.media and not calls
     (heard,) = opened.inputs("train", 0, SOUND)
     assert len(heard) == 4000 and calls == {"SoundFile.read": 1}
     inputs = opened.inputs("train", 0, IMAGES)
@@ -204,16 +203,3 @@ def test_media_are_opened_once_and_stand_in_the_texts_order(omni_shards, tmp_pat
     tubelet_rows, image_rows, short = GRIDS.rows(sizes).tolist()
     is_image = np.flatnonzero(np.diff(np.pad(text.input_ids == opened.token_ids[IMAGES], 1)))
     assert np.diff(is_image)[::2].tolist() == [tubelet_rows] * 3 + [image_rows, short]
-
-
-def test_a_read_that_fails_for_good_is_awaited_and_blames_no_data(copied, monkeypatch):
-    slept, reads, shard = [], ShardReads(monkeypatch), copied / "train-0002.tar"
-    monkeypatch.setattr("time.sleep", slept.append)
-    reads.failing[shard.name] = 10**9
-    why = rf"^{shard}, sample 0 cannot be read, also after 63 s: .Errno 5. Input/output error$"
-    with pytest.raises(OSError, match=why):
-        survey(copied)
-    assert slept == list(PAUSES_S) == [1, 2, 4, 8, 16, 32]
-    reads.failing.clear()
-    survey(copied)
-    assert not source(copied).left_out("train")

@@ -3,9 +3,7 @@
 """The survey of each shard is kept as it ends, and taken as long as nothing of it changes."""
 
 import json
-import multiprocessing
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -25,23 +23,10 @@ ONE = {"splits": ["train"], "makes": [encoder]}
 TURNS = [{"from": "human", "value": "look <image>"}, {"from": "gpt", "value": "7"}]
 
 
-@pytest.fixture
-def reads(monkeypatch) -> list[str]:
-    """Names of the samples that surveys read from now on."""
-    seen, read = [], DataSet.raw
-
-    def recorded(dataset: DataSet, index: int, *more) -> dict:
-        seen.append(dataset.name(index))
-        return read(dataset, index, *more)
-
-    monkeypatch.setattr(DataSet, "raw", recorded)
-    return seen
-
-
-def shards_of(reads: list[str]) -> list[str]:
-    """Return the shards that were read, in their order, and read no more from now on."""
-    shards = list(dict.fromkeys(name.partition("/")[0] for name in reads))
-    reads.clear()
+def shards_of(reads) -> list[str]:
+    """Return the shards that were read since the last call, in their order."""
+    shards = list(dict.fromkeys(name.partition("/")[0] for name in reads.samples))
+    reads.samples.clear()
     return shards
 
 
@@ -62,21 +47,17 @@ def prepare(path: Path, shards: list[str]) -> None:
 
 
 def test_one_that_is_killed_goes_on_with_the_next_shard(copied, tmp_path, monkeypatch, reads):
-    def killed(path: Path) -> None:
-        name, read = DataSet.name, DataSet.raw
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        name = DataSet.name
 
-        def counted(dataset: DataSet, index: int, *more) -> dict:
-            if name(dataset, index).startswith("train-0002"):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return read(dataset, index, *more)
+        def killed(dataset: DataSet, index: int) -> str:
+            if (found := name(dataset, index)).startswith("train-0002"):
+                raise KeyboardInterrupt
+            return found
 
-        monkeypatch.setattr(DataSet, "raw", counted)
-        survey(path, **ONE)
-
-    child = multiprocessing.get_context("fork").Process(target=killed, args=[copied])
-    child.start()
-    child.join()
-    assert child.exitcode == -signal.SIGKILL
+        patch.setattr(DataSet, "name", killed)
+        survey(copied, **ONE)
+    reads.samples.clear()
     assert not made(copied / ".nv-meta")
     survey(copied, **ONE)
     assert shards_of(reads) == ["train-0002.tar", "train-0003.tar"]
@@ -90,7 +71,7 @@ def test_a_shard_that_is_replaced_is_read_whatever_its_size_and_time(copied, rea
     shard = copied / "train-0001.tar"
     before = shard.stat()
     forget(copied)
-    reads.clear()
+    reads.samples.clear()
     damage_image(copied, shard.name)
     os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
     after = shard.stat()
@@ -108,7 +89,7 @@ def test_what_is_missing_or_damaged_is_not_kept(copied, reads):
     kept = sorted((copied / ".nv-meta" / "surveyed").iterdir())
     assert len(kept) == 3
     kept[0].write_bytes(kept[0].read_bytes()[:-30])
-    reads.clear()
+    reads.samples.clear()
     survey(copied, **ONE)
     assert len(again := shards_of(reads)) == 2 and "train-0003.tar" in again
     assert not source(copied).left_out("train")
@@ -124,7 +105,7 @@ def test_of_added_shards_alone_samples_are_read(copied, tmp_path, reads):
     assert shards_of(reads) == [shards[1], shards[3]]
     prepare(copied, shards)
     survey(copied, **ONE)
-    assert len(reads) == 24 + 24 and shards_of(reads) == [shards[0], shards[2]]
+    assert len(reads.samples) == 24 + 24 and shards_of(reads) == [shards[0], shards[2]]
     survey(copied, folder=tmp_path / "other", workers=2, **ONE)
     whole = made(tmp_path / "other")
     assert whole.items() <= made(copied / ".nv-meta").items() and len(whole) == 3
@@ -140,14 +121,14 @@ def test_of_records_only_runs_that_changed_are_read(digits, tmp_path, monkeypatc
     file = tmp_path / f"train.{form}"
 
     def surveyed(count: int) -> list[str]:
-        reads.clear()
+        reads.samples.clear()
         if form == "jsonl":
             file.write_text("\n".join(map(json.dumps, records[:count])))
         else:
             arrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
             parquet.write_table(arrow.Table.from_pylist(records[:count]), file, count // 3)
         survey(tmp_path, digits / "tokenizer", **ONE)
-        return [name.partition(":")[2] for name in reads]
+        return [name.partition(":")[2] for name in reads.samples]
 
     assert len(surveyed(25)) == 25
     assert surveyed(35) == [str(line) for line in range(21, 36)]
