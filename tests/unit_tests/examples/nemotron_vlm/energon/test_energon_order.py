@@ -3,7 +3,7 @@
 """Sample numbers: every sample once an epoch, also of runs that go on, and blends in proportion."""
 
 from argparse import Namespace
-from itertools import cycle, islice
+from itertools import islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,10 +30,22 @@ def epoch(order: Order, number: int) -> np.ndarray:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 10**6))
-def test_an_epoch_has_every_sample_once(size, seed, number):
-    order = Order([size], False, [None], seed)
-    assert np.array_equal(np.sort(epoch(order, number)), np.arange(size))
+@given(
+    st.lists(st.tuples(st.integers(2, 900), st.sampled_from([0.5, 1, 1.5, 3])), min_size=1),
+    st.integers(0, 2**40),
+    st.integers(0, 10**6),
+)
+def test_an_epoch_repeats_each_data_set_as_often_as_asked(drawn, seed, number):
+    sizes, times = zip(*drawn, strict=True)
+    order = Order(list(sizes), False, list(times), seed)
+    counts = [int(each * size) for size, each in drawn]
+    assert order.epoch_size == sum(counts)
+    for epochs in (1, 2):
+        numbers = np.arange(number * sum(counts), (number + epochs) * sum(counts))
+        dataset, sample = order.locate(numbers)
+        for place, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+            found = np.bincount(sample[dataset == place], minlength=size)
+            assert found.sum() == epochs * count and np.ptp(found) <= 1
 
 
 def test_epochs_and_seeds_have_orders_of_their_own_which_do_not_change():
@@ -69,14 +81,6 @@ def test_each_data_set_goes_through_its_own_epochs():
         drawn = sample[dataset == number]
         for first in range(0, len(drawn) - size, size):
             assert sorted(drawn[first : first + size]) == list(range(size))
-
-
-def test_an_epoch_repeats_each_data_set_as_often_as_asked():
-    order = Order([6, 4], False, [2, 1.5], 0)
-    assert order.epoch_size == 18
-    dataset, sample = order.locate(np.arange(2 * 18))
-    assert np.bincount(sample[dataset == 0]).tolist() == [4] * 6
-    assert np.bincount(sample[dataset == 1]).tolist() == [3] * 4
 
 
 @pytest.mark.parametrize(
@@ -120,51 +124,37 @@ def test_numbers_skip_bad_and_long_samples_in_the_part_that_a_blend_takes(kinds,
     assert opened.left_out["too long"] == sum(kinds[index] == 90 for index in taken)
 
 
-class Records(SampleSource):
-    """An index of records of varied lengths: half have 90 tokens or fewer, one in 64 is too long,
-    and one in 50 is bad.
-    """
+class Varied(SampleSource):
+    """Samples of varied lengths; half have 90 tokens or fewer."""
 
-    def __init__(self, records: int) -> None:
-        draw = np.random.default_rng(0)
-        states = (draw.random(records) < 0.02).astype(np.int32)
-        tokens = draw.lognormal(4.5, 1.7, records).astype(np.int32) + 2
-        self.good = np.flatnonzero((states == 0) & (tokens <= SEQ_LENGTH))
-        self.rows = int(tokens[self.good].sum()) // SEQ_LENGTH
-        self.stream = stream_of(states, tokens, range(records), SEQ_LENGTH)
+    def __init__(self) -> None:
+        drawn = np.random.default_rng(0).lognormal(4.5, 1.7, 10_000).astype(np.int64) + 2
+        self.tokens, self.asked = np.minimum(drawn, SEQ_LENGTH), []
 
     def costs(self, split, first, number):
-        return self.stream.costs(first, number)
+        self.asked.append(first)
+        tokens = self.tokens[first : first + number]
+        return np.stack([tokens, np.zeros_like(tokens)], axis=1)
 
 
-def read(source: Records, dp: int, state: Namespace, steps: int) -> list[int]:
-    """The samples that all DP ranks of a run read in its steps, from a checkpoint's state on."""
-    numbers, batch = [], Batch(state.global_batch_size, 1, SEQ_LENGTH)
-    layouts = Layouts((Layout(dp=dp),), Layout(dp=dp), batch)
-    for rank in range(dp):
-        plan, first = step_plan(layouts, rank, rank), state.window_start
-        rows = Rows(source, "train", SEQ_LENGTH, Packing(), start=first)
-        for step in islice(training_steps(state, dp), steps):
-            takes = plan.takes(rows, *step)
-            numbers += [number for take in takes for row in take.rows for number in row]
-    state.window_start = rows.window_of(step[0])
-    state.consumed_train_samples += steps * batch.global_size
-    return numbers
-
-
-def test_runs_that_go_on_with_packed_rows_read_every_sample_of_an_epoch_once():
+def test_runs_that_go_on_with_packed_rows_read_every_sample_once():
     """Runs of one, two and three DP ranks, the first three also of other batches."""
-    source = Records(10_000)
-    size, state = len(source.good), Namespace(consumed_train_samples=0, window_start=(0, 0))
+    state = Namespace(consumed_train_samples=0, window_start=(0, 0))
     state.micro_batch_size, state.step_batch_size_schedule = 1, None
-    times = np.zeros(size + size // 2, np.int8)
-    for run, dp in zip(range(70), cycle((1, 2, 3)), strict=False):
-        state.global_batch_size = (12, 18, 6, 12)[min(run, 3)]
-        np.add.at(times, read(source, dp, state, source.rows // 84), 1)
-        if times[:size].all():
-            break
-    assert run > 2 and size > 9_000
-    assert times[:size].all() and times.max() == 1
-    (numbered,), order = source.stream._numbered, source.stream.order
-    found = numbered.indices(order.locate(np.arange(size))[1])
-    assert np.array_equal(np.sort(found), source.good)
+    source, packing, numbers = Varied(), Packing(), []
+    for dp, size in zip((1, 2, 3) * 4, (12, 18, 6, *[12] * 9), strict=True):
+        state.global_batch_size, first = size, state.window_start
+        layouts = Layouts((Layout(dp=dp),), Layout(dp=dp), Batch(size, 1, SEQ_LENGTH))
+        source.asked.clear()
+        for rank in range(dp):
+            plan = step_plan(layouts, rank, rank)
+            rows = Rows(source, "train", SEQ_LENGTH, packing, start=first)
+            for step in islice(training_steps(state, dp), 4):
+                takes = plan.takes(rows, *step)
+                numbers += [number for take in takes for row in take.rows for number in row]
+        assert min(source.asked) == first[0] * packing.window, "samples before are not looked at"
+        state.window_start = rows.window_of(step[0])
+        state.consumed_train_samples += 4 * size
+    whole = state.window_start[0] * packing.window
+    assert whole > 4000 and len(numbers) == len(set(numbers))
+    assert set(range(whole)) <= set(numbers)
