@@ -13,16 +13,12 @@ import torch
 import yaml
 from PIL import Image
 
+from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.energon import survey as surveys
-from examples.mimo.nemotron_vlm.model.media_sizes import grids_of
+from examples.mimo.nemotron_vlm.model.media_sizes import grids_of, tubelets_of
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
-from examples.mimo.nemotron_vlm.model.presets import tiny_omni
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
-    CLIPS,
     CRUDE,
-    ENCODERS,
-    GRIDS,
-    TOKENS_PER_TILE,
     image,
     make_shard,
     omni,
@@ -31,9 +27,9 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     whole,
 )
 from tests.unit_tests.examples.nemotron_vlm.energon.media_files import mp4, sound
+from tests.unit_tests.examples.nemotron_vlm.runs import options_of
 
 TRAIN, OTHERS = 84, 21
-IMAGES_ROWS = tiny_omni().with_images_of_any_size().images.rows
 
 
 def test_what_is_not_prepared_or_of_another_kind_is_refused(copied, tmp_path):
@@ -49,41 +45,56 @@ def test_what_is_not_prepared_or_of_another_kind_is_refused(copied, tmp_path):
         source(copied)
 
 
-@pytest.mark.parametrize("kind", [*ENCODERS, "omni"])
-def test_costs_and_sizes_are_those_of_the_samples(request, kind, reads):
+SHARDS = "energon:{0} --tokenizer-model {0}/tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("data", "model"),
+    [
+        (SHARDS, "tiny"),
+        ("digits", "tiny"),
+        (SHARDS, "tiny --dynamic-resolution"),
+        ("digits", "tiny --dynamic-resolution"),
+        ("mock", "tiny --dynamic-resolution"),
+        (SHARDS, "tiny-omni --dynamic-resolution"),
+        ("digits:2", "tiny-omni --dynamic-resolution"),
+    ],
+)
+def test_costs_and_sizes_are_those_of_the_samples(digits, omni_shards, data, model, reads):
     """No file of an image or a sound is read for a text; those of a sound alone, for its input."""
-    path = request.getfixturevalue("omni_shards" if kind == "omni" else "digits")
-    made = (ENCODERS | {"omni": omni})[kind](path / "tokenizer")
-    opened, seen = source(path, encoder=made, seq_length=64), set()
-    for split, count in (("train", TRAIN), ("test", 12)):
-        costs, sizes = opened.costs(split, 0, count), opened.sizes(split, 0, count, IMAGES)
-        assert costs.shape == (count, 2) and costs[:, 1].min() == 0  # a text alone
-        for number, own in enumerate(sizes):
+    line = f"--data {data} --model {model} --seq-length 64"
+    run = options_of(*line.format(omni_shards if "omni" in model else digits).split())
+    opened, seen = make_source(run.args, run.preset), set()
+    encoders = run.preset.encoders
+    for split in ("train", "test"):
+        costs = opened.costs(split, 0, TRAIN)
+        sizes_of = {each: opened.sizes(split, 0, TRAIN, each.name) for each in encoders}
+        for number in range(TRAIN):
             reads.media.clear()
-            text = opened.text(split, number)
+            text, (tokens, count) = opened.text(split, number), costs[number]
             assert not reads.media
-            images, counts = opened.inputs(split, number, IMAGES), [len(own)]
-            rows = len(own) * TOKENS_PER_TILE if kind == "tiles" else IMAGES_ROWS(own).sum()
-            if kind == "tiles":
-                assert images.dtype == torch.uint8 and images.shape[1:] == (3, 16, 16)
-            else:
-                assert [image.shape[-3:-1] for image in images] == [*map(tuple, grids_of(own))]
-            assert (text.input_ids == opened.token_ids[IMAGES]).sum() == rows
+            assert tokens == len(text.input_ids) <= 64
             assert text.input_ids.max() < opened.vocab_size <= 64
             assert text.loss_mask.sum() >= 2 and text.loss_mask.dtype == torch.float32
-            reads.media.clear()
-            if kind == "omni":
-                (lengths,) = opened.sizes(split, number, 1, SOUND)
-                rows = tiny_omni().encoders[1].rows(lengths).sum()
-                assert (text.input_ids == opened.token_ids[SOUND]).sum() == rows
-                heard = opened.inputs(split, number, SOUND)
-                assert [len(each) for each in heard] == lengths.tolist()
-                assert len(reads.media) == len(heard)
-                counts.append(len(lengths))
-            assert costs[number].tolist() == [len(text.input_ids), len(own)]
-            assert bool(opened.shown(split, number).media) == (sum(counts) > 0)
-            seen.add(tuple(own.tolist()) if kind == "any size" else tuple(counts))
-    assert len(seen) > {"any size": 8, "tiles": 3, "omni": 3}[kind]
+            for each in encoders:
+                sizes, found = sizes_of[each][number], opened.inputs(split, number, each.name)
+                token = opened.token_ids.get(each.name, -1)  # digits have no sound
+                assert (text.input_ids == token).sum() == each.rows(sizes).sum()
+                if each.name == SOUND:
+                    assert [len(one) for one in found] == sizes.tolist()
+                    assert len(reads.media) == len(found)
+                elif "resolution" in model:
+                    assert [one.shape[-3:-1] for one in found] == [*map(tuple, grids_of(sizes))]
+                    tubelets = [len(one) if one.ndim == 4 else 0 for one in found]
+                    assert tubelets == tubelets_of(sizes).tolist()
+                    seen.update(sizes.tolist())
+                else:
+                    assert found.dtype == torch.uint8 and found.shape == (len(sizes), 3, 16, 16)
+                    seen.add(len(sizes))
+                assert count == len(sizes) or each.name == SOUND or data != SHARDS
+                reads.media.clear()
+    assert len(seen) > (8 if "resolution" in model else 2)
+    assert "omni" not in model or {0, 2} <= {*tubelets_of(np.array([*seen]))}
 
 
 def test_a_fingerprint_is_of_the_content_the_order_and_how_texts_are_read(
@@ -123,8 +134,6 @@ def test_blends_keep_proportions_or_have_an_epoch(digits, extra, tmp_path):
     others = np.cumsum([str(extra) in name for name in drawn])
     assert np.abs(others - 0.75 * np.arange(1, 401)).max() < 2  # it is in there twice
     assert len({name for name in drawn if str(digits) in name}) == TRAIN // 2
-    wanted = [opened.text("train", n).input_ids.numel() for n in range(20)]
-    assert opened.costs("train", 0, 20)[:, 0].tolist() == wanted
 
     repeated = [{"path": str(digits), "repetitions": 1}, {"path": str(extra), "repetitions": 3}]
     opened = source(blend(tmp_path, {"blend_epochized": repeated}), digits / "tokenizer")
@@ -191,15 +200,10 @@ def test_media_are_opened_once_and_stand_in_the_texts_order(
 
         monkeypatch.setattr(owner, name, call)
     reads.media.clear()
-    text = opened.text("train", 0)
+    opened.text("train", 0)
     assert not reads.media and not calls
     (heard,) = opened.inputs("train", 0, SOUND)
     assert len(heard) == 4000 and calls == {"SoundFile.read": 1}
     inputs = opened.inputs("train", 0, IMAGES)
     assert [each.ndim for each in inputs] == [4, 3, 4] and [*map(len, inputs[::2])] == [3, 1]
     assert calls == {"PIL.Image.open": 3, "SoundFile.read": 1, "av.open": 1}
-    shapes = (CLIPS, 2, 48, 64), (GRIDS, 24, 32), (CLIPS, 2, 24, 32)
-    sizes = np.array([kind.size_of(*shape) for kind, *shape in shapes])
-    tubelet_rows, image_rows, short = GRIDS.rows(sizes).tolist()
-    is_image = np.flatnonzero(np.diff(np.pad(text.input_ids == opened.token_ids[IMAGES], 1)))
-    assert np.diff(is_image)[::2].tolist() == [tubelet_rows] * 3 + [image_rows, short]
