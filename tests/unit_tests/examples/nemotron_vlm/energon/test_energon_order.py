@@ -1,9 +1,7 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sample numbers: every sample once an epoch, also of runs that go on, and blends in proportion."""
+"""Sample numbers: every sample once an epoch, and blends in proportion."""
 
-from argparse import Namespace
-from itertools import islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,17 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples.mimo.common.layout import Batch, Layout, Layouts
-from examples.mimo.common.steps import training_steps
-from examples.mimo.nemotron_vlm.data import SampleSource
-from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.energon import stream
 from examples.mimo.nemotron_vlm.energon.order import Order, blend
 from examples.mimo.nemotron_vlm.energon.stream import Stream
 from examples.mimo.nemotron_vlm.energon.survey import MEDIA, Survey
-from tests.unit_tests.examples.nemotron_vlm.data.images_alone import step_plan
-
-SEQ_LENGTH = 4096
 
 
 def epoch(order: Order, number: int) -> np.ndarray:
@@ -122,39 +113,3 @@ def test_numbers_skip_bad_and_long_samples_in_the_part_that_a_blend_takes(kinds,
     assert sorted(opened.locate(number)[1] for number in range(len(good))) == good
     assert opened.left_out.total() == len(taken) - len(good)
     assert opened.left_out["too long"] == sum(kinds[index] == 90 for index in taken)
-
-
-class Varied(SampleSource):
-    """Samples of varied lengths; half have 90 tokens or fewer."""
-
-    def __init__(self) -> None:
-        drawn = np.random.default_rng(0).lognormal(4.5, 1.7, 10_000).astype(np.int64) + 2
-        self.tokens, self.asked = np.minimum(drawn, SEQ_LENGTH), []
-
-    def costs(self, split, first, number):
-        self.asked.append(first)
-        tokens = self.tokens[first : first + number]
-        return np.stack([tokens, np.zeros_like(tokens)], axis=1)
-
-
-def test_runs_that_go_on_with_packed_rows_read_every_sample_once():
-    """Runs of one, two and three DP ranks, the first three also of other batches."""
-    state = Namespace(consumed_train_samples=0, window_start=(0, 0))
-    state.micro_batch_size, state.step_batch_size_schedule = 1, None
-    source, packing, numbers = Varied(), Packing(), []
-    for dp, size in zip((1, 2, 3) * 4, (12, 18, 6, *[12] * 9), strict=True):
-        state.global_batch_size, first = size, state.window_start
-        layouts = Layouts((Layout(dp=dp),), Layout(dp=dp), Batch(size, 1, SEQ_LENGTH))
-        source.asked.clear()
-        for rank in range(dp):
-            plan = step_plan(layouts, rank, rank)
-            rows = Rows(source, "train", SEQ_LENGTH, packing, start=first)
-            for step in islice(training_steps(state, dp), 4):
-                takes = plan.takes(rows, *step)
-                numbers += [number for take in takes for row in take.rows for number in row]
-        assert min(source.asked) == first[0] * packing.window, "samples before are not looked at"
-        state.window_start = rows.window_of(step[0])
-        state.consumed_train_samples += 4 * size
-    whole = state.window_start[0] * packing.window
-    assert whole > 4000 and len(numbers) == len(set(numbers))
-    assert set(range(whole)) <= set(numbers)
