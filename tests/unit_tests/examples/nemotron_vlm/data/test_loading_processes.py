@@ -6,8 +6,9 @@ import os
 import queue
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -18,14 +19,18 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.loading_processes import read_ahead
 from examples.mimo.nemotron_vlm.data.provider import Loading
 
+OPTIONS = {"num_workers": 1, "prefetch_factor": 2, "multiprocessing_context": "fork"}
 
-class Echo:
-    """Reads the number of a take's sample."""
 
+@dataclass
+class Reader:
+    """Reads a take by the number of its sample."""
+
+    read: Callable[[int], object]
     source = SimpleNamespace(name=lambda split, number: f"{split} {number}")
 
-    def __getitem__(self, take: SimpleNamespace) -> int:
-        return take.rows[0][0]
+    def __getitem__(self, take: SimpleNamespace) -> object:
+        return self.read(take.rows[0][0])
 
 
 def takes_of(samples: int) -> Iterator[SimpleNamespace]:
@@ -36,11 +41,10 @@ def takes_of(samples: int) -> Iterator[SimpleNamespace]:
 def test_a_process_that_dies_ends_the_reading_in_a_line_that_names_its_sample(thread, monkeypatch):
     """The thread that pins batches may meet the process's end first, and end as well."""
 
-    class Deadly(Echo):
-        def __getitem__(self, take: SimpleNamespace) -> int:
-            if (number := super().__getitem__(take)) == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return number
+    def deadly(number: int) -> int:
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
 
     def with_a_thread(batches) -> object:
         asked = os.P_PID, batches._workers[0].pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -51,8 +55,7 @@ def test_a_process_that_dies_ends_the_reading_in_a_line_that_names_its_sample(th
 
     if thread:
         monkeypatch.setattr(dataloader._MultiProcessingDataLoaderIter, "_get_data", with_a_thread)
-    options = {"num_workers": 1, "prefetch_factor": 2, "multiprocessing_context": "fork"}
-    *before, line = read_ahead(Deadly(), takes_of(12), **options)
+    *before, line = read_ahead(Reader(deadly), takes_of(12), **OPTIONS)
     assert before == list(range(len(before))) and len(before) <= 3
     assert re.fullmatch(r"DataLoader worker \(pid.*\) .*; it was reading train 3", line)
 
@@ -60,11 +63,6 @@ def test_a_process_that_dies_ends_the_reading_in_a_line_that_names_its_sample(th
 @pytest.mark.parametrize(("notes", "error"), [(False, RuntimeError), (True, OSError)])
 def test_a_full_disk_under_shared_memory_is_a_line(notes, error, monkeypatch):
     """A rank would wait for ever for what the process could not pass on."""
-
-    class Tensors(Echo):
-        def __getitem__(self, take: SimpleNamespace) -> dict:
-            return {"nested": [torch.tensor(super().__getitem__(take))]}
-
     share = torch.Tensor.share_memory_
 
     def shared(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,8 +72,8 @@ def test_a_full_disk_under_shared_memory_is_a_line(notes, error, monkeypatch):
         return share(tensor)
 
     monkeypatch.setattr(torch.Tensor, "share_memory_", shared)
-    options = {"num_workers": 1, "prefetch_factor": 2, "multiprocessing_context": "fork"}
-    read = read_ahead(Tensors(), takes_of(3), **options)
+    tensors = Reader(lambda number: {"nested": [torch.tensor(number)]})
+    read = read_ahead(tensors, takes_of(3), **OPTIONS)
     if not notes:
         assert next(read)["nested"][0] == 0
     assert "No space left on device (28); make room in /dev/shm, or --num-workers 0" in next(read)
@@ -85,16 +83,14 @@ def test_a_full_disk_under_shared_memory_is_a_line(notes, error, monkeypatch):
 def test_a_sample_that_cannot_be_read_ends_its_own_step_alone(workers):
     """The GPU gets a microbatch more than the step has, which may be beyond the run's last."""
 
-    class Unreadable(Echo):
-        def __getitem__(self, take: SimpleNamespace) -> dict | str:
-            number = super().__getitem__(take)
-            batch = {"number": torch.tensor(number), "step_work": None}
-            return "no such shard" if number == 2 else batch
+    def unreadable(number: int) -> dict | str:
+        batch = {"number": torch.tensor(number), "step_work": None}
+        return "no such shard" if number == 2 else batch
 
     ahead = {"prefetch_factor": 2, "multiprocessing_context": "fork"} if workers else {}
     loading = SimpleNamespace(
         args=SimpleNamespace(device="cuda", num_workers=workers),
-        reader=Unreadable(),
+        reader=Reader(unreadable),
         waited_s=0.0,
         _reading_ahead=lambda: ahead,
     )
