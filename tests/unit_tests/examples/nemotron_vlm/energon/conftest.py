@@ -8,12 +8,20 @@ from typing import NamedTuple
 
 import pytest
 
+from examples.mimo.nemotron_vlm.energon.__main__ import main
+from examples.mimo.nemotron_vlm.energon.records import kind_of
+from examples.mimo.nemotron_vlm.energon.store import DataSet
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
+    make_digits,
+    make_omni,
+    omni,
+    survey,
+)
+
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make and survey 84 samples to train in four shards, 12 held out; tests change copies only."""
-    from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_digits, survey
-
     path = tmp_path_factory.mktemp("data") / "digits"
     make_digits(path, samples=96, seed=1)
     survey(path)
@@ -30,8 +38,6 @@ def copied(digits, tmp_path) -> Path:
 @pytest.fixture(scope="module")
 def omni_shards(tmp_path_factory) -> Path:
     """84 lines of text, tones, clips, or several of them, to train, and 12 held out."""
-    from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_omni, omni, survey
-
     path = tmp_path_factory.mktemp("data") / "omni"
     make_omni(path, samples=96, seed=1)
     survey(path, makes=[omni])
@@ -41,8 +47,6 @@ def omni_shards(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def extra(tmp_path_factory) -> Path:
     """A second data set: 21 samples to train, 3 held out; without survey."""
-    from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_digits
-
     path = tmp_path_factory.mktemp("other") / "other"
     make_digits(path, samples=24, seed=2)
     return path
@@ -58,9 +62,6 @@ class Reads(NamedTuple):
 @pytest.fixture
 def reads(monkeypatch) -> Reads:
     """What is read from now on."""
-    from examples.mimo.nemotron_vlm.energon.records import kind_of
-    from examples.mimo.nemotron_vlm.energon.store import DataSet
-
     seen, read = Reads([], []), DataSet.raw
 
     def recorded(dataset: DataSet, index: int, *more, **kinds) -> dict[str, bytes]:
@@ -76,7 +77,6 @@ def reads(monkeypatch) -> Reads:
 @pytest.fixture
 def surveyed(copied, capsys):
     """Survey the copy with the tool; return what it prints."""
-    from examples.mimo.nemotron_vlm.energon.__main__ import main
 
     def survey_and_print(*options: str) -> str:
         more = ["--tokenizer-model", str(copied / "tokenizer"), "--names", "50", *options]

@@ -32,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[5] / "tools" / "data"))
 import make_webdataset  # noqa: E402
 
 CRUDE = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
-TILE, TOKENS_PER_TILE, SEQ_LENGTH = 16, 4, 32
 CLIPS = tiny_omni().with_images_of_any_size().images.clips
 GRIDS = tiny().with_images_of_any_size().images.grids
 
@@ -91,9 +90,9 @@ def shared_digits(samples: int) -> Iterator[Path]:
         yield made
 
 
-def encoder(tokenizer: Path, **tiling) -> Encoder:
+def encoder(tokenizer: Path) -> Encoder:
     """Make the encoder of the preset ``tiny``."""
-    return Encoder(Chat(tokenizer), Tiling(TILE, tokens=TOKENS_PER_TILE, **tiling))
+    return Encoder(Chat(tokenizer), Tiling(16, tokens=4))
 
 
 READER = Encoder(
@@ -105,9 +104,9 @@ READER = Encoder(
 """Reads media as the preset ``tiny-omni`` does; it has no tokenizer, which texts alone need."""
 
 
-def whole(tokenizer: Path, **bounds) -> Encoder:
+def whole(tokenizer: Path) -> Encoder:
     """Make the encoder of the preset ``tiny`` with images of any size."""
-    return Encoder(Chat(tokenizer), Resizing(replace(GRIDS, **bounds)))
+    return Encoder(Chat(tokenizer), Resizing(GRIDS))
 
 
 def omni(tokenizer: Path) -> Encoder:
@@ -115,27 +114,24 @@ def omni(tokenizer: Path) -> Encoder:
     return replace(READER, chat=Chat(tokenizer, sound=True))
 
 
-ENCODERS = {"tiles": encoder, "any size": whole}
-
-
 def survey(
     path: Path,
     tokenizer: Path | None = None,
     splits=("train", "test"),
-    makes=None,
+    makes=(encoder, whole),
     **options,
 ) -> None:
     """Survey a data set as tiles and as images of any size; its tokenizer is in it by default."""
     for split in splits:
         for dataset in open_split(path, split).datasets:
-            for make in makes or ENCODERS.values():
+            for make in makes:
                 make_survey(dataset, make(tokenizer or path / "tokenizer"), **options)
 
 
 def source(path: Path, tokenizer: Path | None = None, **options) -> EnergonSource:
     """Open a data set; its tokenizer is in it by default."""
     given = {"encoder": encoder(tokenizer or path / "tokenizer")}
-    return EnergonSource(path, **given | {"seq_length": SEQ_LENGTH, "seed": 5} | options)
+    return EnergonSource(path, **given | {"seq_length": 32, "seed": 5} | options)
 
 
 def damage_image(path: Path, shard: str) -> str:
