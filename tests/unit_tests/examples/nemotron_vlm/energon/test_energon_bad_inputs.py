@@ -101,7 +101,6 @@ TEXTS = [
     (of({"caption": "a", "fps": {"a": "b"}}), r'its fps is {"a": "b"}, no number'),
     (last("from", "value", loss=0.5), r"message 2: a loss or weight of \[0.5\], not of 0 or 1"),
     (last("from", "value", tone="x"), f'message 2 has "tone", {UNKNOWN}'),
-    (last(weight=2), r"message 2: a loss or weight of \[2\]"),
     (last(weight=0, loss=True), r"message 2: a loss or weight of \[true, 0\]"),
     (last(mood="x"), f'message 2 has "mood", {UNKNOWN}'),
     (last(**{"\ud83d": 1}), r'message 2 has "\\ud83d", ' + UNKNOWN),
@@ -109,7 +108,6 @@ TEXTS = [
     (last(tool_calls={}), "message 2: its tool_calls are no list of objects"),
     (last(reasoning="a", thinking="b"), REASONS),
     (last(reasoning_content=["a"]), REASONS),
-    (last(reasoning_content="c"), "the chat template does not know reasoning_content"),
     (last(content=None), "a content is no text, and no list of items of type text"),
     (last(content=["a"]), "a content is no text, and no list of items of type text"),
     (last(content=[{"type": "text", "text": "a", "mood": 1}]), 'an item of type text has "mood"'),
@@ -122,7 +120,6 @@ TEXTS = [
     (talk(answer()), "needs a user's turn and an assistant's answer"),
     (talk(ASK, answer(), ASK), "ends with a turn of user, which has no answer"),
     (talk("<image>", answer(), **{"1.png": PNG, "2.png": PNG}), "1 <image> for 2 images"),
-    (talk("<image>", answer()), "1 <image> for 0 images"),
     (talk("b", answer("<image>"), png=PNG), "<image> outside of the user's turns"),
     (talk("b", answer("a <so_embedding>")), "its text has the token <so_embedding>"),
 ]
@@ -217,13 +214,10 @@ class Panic(BaseException):
 @pytest.mark.parametrize(
     ("owner", "name", "error", "said"),
     [
-        (Chat, "encode", TypeError("no text"), "bad text: TypeError: no text"),
-        (Chat, "encode", RecursionError(), "bad text: RecursionError: "),
         (Chat, "encode", Panic("\ud83d\n!"), r"bad text: Panic: \ud83d !"),
-        (images.ImageOps, "exif_transpose", TypeError("none"), "bad image: image 1: damaged: none"),
         (images.ImageOps, "exif_transpose", MemoryError(), "bad image: image 1: damaged: Mem"),
     ],
-    ids=range(5),
+    ids=range(2),
 )
 def test_a_survey_counts_what_a_library_raises(
     tmp_path, tokenizer, monkeypatch, owner, name, error, said

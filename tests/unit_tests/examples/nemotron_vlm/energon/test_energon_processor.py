@@ -30,11 +30,8 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
 )
 from tests.unit_tests.examples.nemotron_vlm.energon.media_files import sound
 
-TEMPLATE = """{{ tools | default('', true) }}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
-{%- for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}
-{%- if message.content is string %}{{ message.content }}{% else %}{% for item in message.content %}
+TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for item in message.content %}
 {%- if item.type == 'text' %}{{ item.text }}{% endif %}
 {%- if item.type == 'video' %}<video>{% endif %}
 {%- if item.type == 'image' %}<image>
@@ -55,12 +52,6 @@ TALKS = {
     "items": [("system", "Be  brief."), ("user", ITEMS), ("assistant", " No. ")],
     "two turns": [("user", ITEMS), ("assistant", "a"), ("user", THANKS), ("assistant", "b")],
     "clip": [("user", CLIP), ("assistant", "Up.")],
-    "thoughts": [
-        ("user", ITEMS),
-        ("assistant", "Look.", {"reasoning_content": "Hm.\n", "tool_calls": [{"name": "look"}]}),
-        ("tool", "1 \n", {"tool_call_id": "a"}),
-        ("assistant", [{"type": "text", "text": "Yes."}]),
-    ],
     "text": [("user", "<image>: is it <so_embedding>?"), ("assistant", "Yes.")],
 }
 SHAPES = [(33, 20), (60, 8)]
@@ -87,12 +78,11 @@ class Images:
     ("name", "fps"), [*((name, 0) for name in TALKS), ("clip", 2), ("clip", 6.3)]
 )
 def test_ids_are_the_released_processors(tmp_path, monkeypatch, name, fps):
-    texts = str([content for _, content, *_ in TALKS[name]])
+    texts = str(TALKS[name])
     shapes = SHAPES[: texts.count("image")]
     sounds = SOUNDS[: texts.count("audio") + texts.count("<so_")]
     frames = FRAMES * (name == "clip")
-    tools = [{"name": "look"}] if name == "thoughts" else None
-    messages = [{"role": r, "content": c} | dict(*more) for r, c, *more in TALKS[name]]
+    messages = [{"role": role, "content": content} for role, content in TALKS[name]]
 
     made = AutoTokenizer.from_pretrained(byte_tokenizer(tmp_path, TEMPLATE, SPECIAL))
     released = NemotronH_Omni_Reasoning_V3Processor
@@ -105,9 +95,7 @@ def test_ids_are_the_released_processors(tmp_path, monkeypatch, name, fps):
         norm_std=[1.0] * 3,
     )
     processor = released(Images(), clips, made, ParakeetFeatureExtractor(16, 16000))
-    text = processor.apply_chat_template(
-        messages, chat_template=TEMPLATE, tokenize=False, tools=tools
-    )
+    text = processor.apply_chat_template(messages, chat_template=TEMPLATE, tokenize=False)
     pixels = [Image.new("RGB", shape) for shape in shapes]
     videos = [np.zeros((FRAMES, 24, 32, 3), np.uint8)] if frames else None
     metadata = [{"total_num_frames": FRAMES, "fps": fps or None}]
@@ -122,7 +110,7 @@ def test_ids_are_the_released_processors(tmp_path, monkeypatch, name, fps):
         if isinstance(message["content"], str):  # our placeholder of a sound
             message["content"] = message["content"].replace("<so_embedding>", "<sound>")
     named = {name: MediaFile(name) for name in files}
-    named["json"] = {"messages": messages, "fps": fps, "tools": tools}
+    named["json"] = {"messages": messages, "fps": fps}
     record = read_record(CrudeSample(named), "")
     more = {"subsampling": READER.subsampling, "video": Watching(CLIPS, frames=3)}
     encoder = Encoder(Chat(tmp_path, sound=True), Resizing(GRIDS), **more)
