@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever a sample holds, it is read, or a survey counts and names it in a line."""
 
-import contextlib
-import io
 import json
 import re
 import sys
@@ -17,7 +15,7 @@ from PIL import Image
 
 from examples.mimo.nemotron_vlm.energon import images
 from examples.mimo.nemotron_vlm.energon.__main__ import main
-from examples.mimo.nemotron_vlm.energon.conversation import Chat
+from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.errors import BadMedium
 from examples.mimo.nemotron_vlm.energon.images import Resizing
@@ -35,7 +33,6 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     image,
     make_shard,
     omni,
-    survey,
 )
 from tests.unit_tests.examples.nemotron_vlm.energon.media_files import (
     colours,
@@ -121,6 +118,7 @@ TEXTS = [
     (talk(ASK, answer(), ASK), "ends with a turn of user, which has no answer"),
     (talk("<image>", answer(), **{"1.png": PNG, "2.png": PNG}), "1 <image> for 2 images"),
     (talk("b", answer("<image>"), png=PNG), "<image> outside of the user's turns"),
+    (talk("b", answer("panic")), r"Panic: \\ud83d !"),
     (talk("b", answer("a <so_embedding>")), "its text has the token <so_embedding>"),
 ]
 GREYS, SHORT = "convert its greys of 32 bits", "damaged: the file is shorter than its header says"
@@ -141,6 +139,7 @@ MEDIA = [
             (saved(colours(), "JPEG")[:-50], "truncated"),
         )
     ),
+    (with_media(png=image(13, 13)), "bad image: image 1: damaged: MemoryError"),
     (with_media(**{"1.png": PNG, "2.png": b"nothing"}), "bad image: image 2: damaged"),
     *(
         (one(*of_sound), f"bad sound: sound 1: {why}")
@@ -174,26 +173,39 @@ def tokenizer(tmp_path_factory) -> Path:
     return byte_tokenizer(path, None, ["<image>", "<so_embedding>"])
 
 
-def reasons_of(path: Path, tokenizer: Path) -> dict[int, str]:
-    """Return the kinds and reasons of the bad samples, by number."""
-    found = load_survey(open_split(path, "train").datasets[0], omni(tokenizer)).bad
-    assert all(sample.name == f"a.tar/{sample.index}" for sample in found)
-    return {sample.index: f"{STATES[sample.state]}: {sample.reason}" for sample in found}
+class Panic(BaseException):
+    """Stands for a panic of code in Rust."""
 
 
-@pytest.fixture(scope="module")
-def surveyed(tmp_path_factory, tokenizer) -> tuple[str, dict[int, str]]:
-    """Survey all samples of the tables; return what is printed, and what is bad."""
-    path = tmp_path_factory.mktemp("bad")
-    make_shard(path, [*(sample for sample, _ in BAD), *GOOD], CRUDE)
-    words = [str(path), "--tokenizer-model", str(tokenizer), "--model", "tiny-omni"]
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        assert main([*words, "--dynamic-resolution", "--names", "1"]) == 0
-    return said.getvalue(), reasons_of(path, tokenizer)
+@pytest.fixture
+def libraries_raise(monkeypatch) -> None:
+    """A tokenizer and a decoder raise what no library says that it does."""
+    encode, turned = Chat.encode, images.ImageOps.exif_transpose
+
+    def panicking(chat: Chat, turns: list[Turn], *rest):
+        if turns[-1].text == "panic":
+            raise Panic("\ud83d\n!")
+        return encode(chat, turns, *rest)
+
+    def failing(file: Image.Image, **how) -> Image.Image | None:
+        if file.width == 13:
+            raise MemoryError
+        return turned(file, **how)
+
+    monkeypatch.setattr(Chat, "encode", panicking)
+    monkeypatch.setattr(images.ImageOps, "exif_transpose", failing)
 
 
-def test_bad_samples_are_named_with_their_reasons_and_counted_by_kind(surveyed):
-    printed, reasons = surveyed
+def test_bad_samples_are_named_with_their_reasons_and_counted_by_kind(
+    tmp_path, tokenizer, libraries_raise, capsys
+):
+    make_shard(tmp_path, [*(sample for sample, _ in BAD), *GOOD], CRUDE)
+    words = [str(tmp_path), "--tokenizer-model", str(tokenizer), "--model", "tiny-omni"]
+    assert main([*words, "--dynamic-resolution", "--names", "1"]) == 0
+    printed = capsys.readouterr().out
+    bad = load_survey(open_split(tmp_path, "train").datasets[0], omni(tokenizer)).bad
+    assert all(sample.name == f"a.tar/{sample.index}" for sample in bad)
+    reasons = {sample.index: f"{STATES[sample.state]}: {sample.reason}" for sample in bad}
     assert reasons.keys() == set(range(len(BAD)))
     wrong = [(why, reasons[n]) for n, (_, why) in enumerate(BAD) if not re.match(why, reasons[n])]
     assert not wrong and all(map(str.isprintable, reasons.values()))
@@ -205,35 +217,6 @@ def test_bad_samples_are_named_with_their_reasons_and_counted_by_kind(surveyed):
         line = first.removeprefix(f"{kind}: ")
         assert f"  {kind}: {count}\n    a.tar/{number}: {line}\n" in printed
     assert len(counts) == 4
-
-
-class Panic(BaseException):
-    """Stands for a panic of code in Rust."""
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "error", "said"),
-    [
-        (Chat, "encode", Panic("\ud83d\n!"), r"bad text: Panic: \ud83d !"),
-        (images.ImageOps, "exif_transpose", MemoryError(), "bad image: image 1: damaged: Mem"),
-    ],
-    ids=range(2),
-)
-def test_a_survey_counts_what_a_library_raises(
-    tmp_path, tokenizer, monkeypatch, owner, name, error, said
-):
-    real = getattr(owner, name)
-
-    def failing(*given):
-        if owner is images.ImageOps or "4" in str(given[1]):
-            raise error
-        return real(*given)
-
-    monkeypatch.setattr(owner, name, failing)
-    make_shard(tmp_path, [{"txt": b"3"}, with_media(png=PNG) | of({"caption": "4"})], CRUDE)
-    survey(tmp_path, tokenizer, splits=["train"], makes=[omni])
-    bad = reasons_of(tmp_path, tokenizer)
-    assert list(bad) == [1] and bad[1].startswith(said) and len(bad[1].splitlines()) == 1
 
 
 def test_strips_images_without_area_and_clips_of_unknown_speed_are_named(monkeypatch):
