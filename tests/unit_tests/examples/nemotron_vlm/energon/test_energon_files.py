@@ -7,7 +7,6 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,64 +19,54 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import image, na
 from tests.unit_tests.examples.nemotron_vlm.runs import options_of, trainer
 
 TURNS = [{"from": "human", "value": "look <image>"}, {"from": "gpt", "value": "7"}]
+KINDS = {"png": "image", "wav": "sound"}
 
 
-def unpacked(shards: Path, folder: Path) -> Path:
-    """Write what shards have as train.jsonl and val.jsonl beside folders of media."""
-    kinds = {"wav": "sound", "png": "image", "video": "video"}
+def unpacked(shards: Path, folder: Path, suffix: str) -> Path:
+    """Write what shards have as records, with clips in folders of frames beside them.
+
+    Parquet has the other media in Hugging Face's form, one with a name and one without. JSONL has
+    their paths, but for evaluation base64: images as data URIs, sounds as objects.
+    """
     for split, name in (("train", "train"), ("test", "val")):
         (dataset,) = open_split(shards, split).datasets
-        with (folder / f"{name}.jsonl").open("w") as file:
-            for raw in map(dataset.raw, dataset.subset):
-                record = json.loads(raw.pop("json"))
-                for suffix in (key for key in raw if not key.startswith("__")):
-                    kind = kinds[suffix.partition(".")[0]]
-                    path = f"media/{raw['__key__']}.{suffix}".replace(".video.", "/")
-                    (folder / path).parent.mkdir(parents=True, exist_ok=True)
-                    (folder / path).write_bytes(raw[suffix])
-                    record[kind] = str(Path(path).parent) if kind == "video" else path
-                file.write(json.dumps(record) + "\n")
+        records = []
+        for raw in map(dataset.raw, dataset.subset):
+            record = json.loads(raw.pop("json"))
+            for each in (key for key in raw if not key.startswith("__")):
+                file = folder / f"media/{raw['__key__']}.{each}".replace(".video.", "/")
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(raw[each])
+                text = base64.b64encode(raw[each]).decode()
+                if each not in ("png", "wav"):
+                    record["video"] = f"media/{file.parent.name}"
+                elif suffix == "parquet":
+                    path = file.name if each == "wav" else ""
+                    record[KINDS[each]] = {"bytes": raw[each], "path": path}
+                elif name == "train":
+                    record[KINDS[each]] = f"media/{file.name}"
+                else:
+                    uri = f"data:image/png;base64,{text}"
+                    record[KINDS[each]] = uri if each == "png" else {"bytes": text}
+            records.append(record)
+        file = folder / f"{name}.{suffix}"
+        if suffix == "jsonl":
+            file.write_text("\n".join(map(json.dumps, records)))
+            continue
+        arrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+        names = set().union(*records)
+        table = arrow.table({name: [record.get(name) for record in records] for name in names})
+        parquet.write_table(table, file, row_group_size=7)
     return folder
 
 
-def columns(file: Path) -> dict[str, list]:
-    """Return the records of a JSONL file as columns, with media in Hugging Face's form."""
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    for record in records:
-        for kind in record.keys() & {"image", "sound"}:
-            path = file.parent / record[kind]
-            record[kind] = {"bytes": path.read_bytes(), "path": path.name * (kind == "sound")}
-    return {key: [record.get(key) for record in records] for key in set().union(*records)}
-
-
-def in_parquet(folder: Path) -> Path:
-    """Put the records and all media but clips into train.parquet and val.parquet."""
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    for file in folder.glob("*.jsonl"):
-        table = arrow.table(columns(file))
-        parquet.write_table(table, file.with_suffix(".parquet"), row_group_size=7)
-        file.unlink()
-    return folder
-
-
-def in_base64(folder: Path) -> Path:
-    """Put the media of val.jsonl but clips into it: images as data URIs, sounds as objects."""
-    table = columns(folder / "val.jsonl")
-    for each in filter(None, (*table["image"], *table["sound"])):
-        each["bytes"] = base64.b64encode(each["bytes"]).decode()
-    table["image"] = [each and f"data:image/png;base64,{each['bytes']}" for each in table["image"]]
-    rows = (dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True))
-    (folder / "val.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return folder
-
-
-@pytest.mark.parametrize(("suffix", "form"), [("jsonl", in_base64), ("parquet", in_parquet)])
-def test_samples_and_their_order_are_those_of_shards(omni_shards, tmp_path, suffix, form):
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_samples_and_their_order_are_those_of_shards(omni_shards, tmp_path, suffix):
     """Training surveys the files by itself."""
     tokenizer = omni_shards / "tokenizer"
     of_files, of_shards = (
         source(path, tokenizer, encoder=omni(tokenizer), seq_length=64)
-        for path in (form(unpacked(omni_shards, tmp_path)), omni_shards)
+        for path in (unpacked(omni_shards, tmp_path, suffix), omni_shards)
     )
     for split, count in (("train", 84), ("test", 12)):
         for number in range(count):
@@ -85,9 +74,7 @@ def test_samples_and_their_order_are_those_of_shards(omni_shards, tmp_path, suff
             assert all(map(torch.equal, *texts))
             for name in ("images", "sound"):
                 own, wanted = (each.inputs(split, number, name) for each in (of_files, of_shards))
-                assert len(own) == len(wanted)
-                for one, other in zip(own, wanted, strict=True):
-                    assert np.array_equal(np.asarray(one), np.asarray(other))
+                assert len(own) == len(wanted) and all(map(torch.equal, own, wanted))
     (first,) = names(of_files, "train", range(1))
     assert first.startswith(f"{tmp_path.name}/train.{suffix}:")
 
