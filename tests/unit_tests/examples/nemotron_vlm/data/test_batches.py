@@ -18,21 +18,20 @@ from examples.mimo.common.steps import training_steps
 from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.data.balance import assign_rows, cut_evenly, in_turns
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
+from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows, best_fit
 from examples.mimo.nemotron_vlm.data.sample import Text
-from examples.mimo.nemotron_vlm.data.step_plan import InputRange, Take
-from examples.mimo.nemotron_vlm.model.media_sizes import grids_of, tubelets_of
+from examples.mimo.nemotron_vlm.data.step_plan import InputRange, Share, StepPlan, StepWork, Take
 from examples.mimo.nemotron_vlm.model.names import IMAGE, IMAGES
-from examples.mimo.nemotron_vlm.model.presets import nano_vl_30b_a3b
+from examples.mimo.nemotron_vlm.model.presets import nano_vl_30b_a3b, tiny
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.partition.language_batch import packed_parameters
 from megatron.core.token_layout import PaddedLengths, zigzag_layout
-from tests.unit_tests.examples.nemotron_vlm.data.images_alone import one_take, reader, step_plan
 from tests.unit_tests.no_host_sync import no_host_sync
 
 SEQ_LENGTH = 32
 TOKENS_PER_TILE = 4
-NANO = nano_vl_30b_a3b().with_images_of_any_size()
+TINY, NANO = tiny(), nano_vl_30b_a3b().with_images_of_any_size()
 
 
 class VariedSamples(SampleSource):
@@ -54,6 +53,12 @@ def drawn_cost(split: str, number: int) -> tuple[int, int]:
     draw = np.random.default_rng([7, split == "test", number])
     tiles = int(draw.choice([0, 1, 2, 3, 12], p=[0.1, 0.5, 0.2, 0.15, 0.05]))
     return tiles * 16 + int(draw.integers(5, 60)), tiles
+
+
+def step_plan(layouts, part, dp, *rest, preset=TINY) -> StepPlan:
+    """The plan of a rank that encodes a part, and consumes on a DP rank."""
+    width = preset.language.hidden_size
+    return StepPlan(layouts, preset.encoders, {IMAGES: part}, dp, width, *rest)
 
 
 def layouts_of(encoder_dp: int, language: Layout, rows: int, placement=COLOCATED) -> Layouts:
@@ -225,6 +230,18 @@ class WrongCount(DigitStrips):
     def text(self, split, number):
         text = super().text(split, number)
         return text._replace(input_ids=text.input_ids.masked_fill(text.input_ids == IMAGE, 4))
+
+
+def one_take(rows: list[list[int]], ranges: list[InputRange], *atoms: list[int]) -> Take:
+    """A part of a microbatch; ``atoms`` are the rows encoded and consumed, if colocated."""
+    share = Share(ranges, *map(np.array, atoms))
+    return Take("train", rows, {IMAGES: share}, StepWork(0.0, None))
+
+
+def reader(source: SampleSource, packing: Packing | None, seq_length: int) -> Reader:
+    """The reader of a rank that has labels, of two CP ranks."""
+    flags = {"packing": packing, "reads_labels": True, "cp": 2, "sp": 1}
+    return Reader(source, TINY.encoders, source.token_ids, seq_length=seq_length, **flags)
 
 
 class TestReader:
