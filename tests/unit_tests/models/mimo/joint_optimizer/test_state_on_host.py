@@ -22,7 +22,6 @@ from megatron.core.models.mimo.joint_optimizer import leaf as leaf_optimizer
 from megatron.core.models.mimo.joint_optimizer.remainders import (
     Masters,
     split_masters,
-    whole_masters,
 )
 from megatron.core.optimizer import distrib_optimizer
 from megatron.training import training
@@ -32,6 +31,8 @@ from tests.unit_tests.test_utilities import requires_world_size
 
 OPTIONS = """--bf16 --hybrid-layer-pattern ME*E --global-batch-size 8 --micro-batch-size 2
     --lr 1e-3""".split()
+SEVERAL_PARTS, WHOLE_GROUPS = 60_000, 2**40
+"""Most elements that Adam steps at once."""
 LAYOUTS = (
     ("--encoder", "dp=2", "--language", "dp=2,ep=2"),
     ("--encoder", "tp=2", "--language", "pp=2"),
@@ -48,9 +49,8 @@ def engine(monkeypatch):
     monkeypatch.setattr(factory, "is_te_min_version", lambda _: True)
     monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", True)
     monkeypatch.setattr(distrib_optimizer, "USING_TE_OPTIMIZER", True)
-    monkeypatch.setattr(leaf_optimizer, "MOST", 60_000)  # several parts
 
-    def keep(fraction: float, in_halves: bool = True, moments: torch.dtype = torch.bfloat16):
+    def keep(fraction: float, in_halves=True, moments=torch.bfloat16, most=SEVERAL_PARTS):
         def config_of(args):
             config, overrides = make(args)
             config.use_precision_aware_optimizer = True
@@ -62,6 +62,7 @@ def engine(monkeypatch):
             return config, overrides
 
         monkeypatch.setattr(training, "get_megatron_optimizer_config", config_of)
+        monkeypatch.setattr(leaf_optimizer, "MOST", most)
 
     return keep
 
@@ -72,6 +73,7 @@ def held(run) -> float:
     on_host = sum(part.size for part in parts if part.held is not None)
     for part in parts:
         if part.held is not None:
+            assert part.held.nbytes <= SEVERAL_PARTS
             memory = part.held.untyped_storage().data_ptr()
             assert all(each.untyped_storage().data_ptr() == memory for each in part.tensors)
     return on_host / sum(part.size for part in parts)
@@ -112,7 +114,7 @@ def weights_of(run) -> list[torch.Tensor]:
 )
 def test_steps_are_those_of_a_state_on_the_device(layout, fraction, in_halves, engine):
     options = *OPTIONS, *layout
-    engine(0.0, in_halves=False)
+    engine(0.0, in_halves=False, most=WHOLE_GROUPS)
     with trainer(*options) as run:
         before = weights_of(run)
         losses = [run.train_step()["loss"] for _ in range(4)]
@@ -127,6 +129,7 @@ def test_steps_are_those_of_a_state_on_the_device(layout, fraction, in_halves, e
     with trainer(*options) as run:
         assert [run.train_step()["loss"] for _ in range(4)] == losses
         assert held(run) == pytest.approx(fraction, abs=0.2)
+        assert state_of(run)[0] == 4  # steps, by which Adam corrects its moments
         assert equal(weights_of(run), expected)
 
 
@@ -247,6 +250,7 @@ def test_masters_are_made_when_copied_to_the_host_or_another_process():
     """Not by what a writer does before: views, and a look at where they are."""
     masters = torch.randn(12)
     weights, remainders = split_masters(masters)
+    assert torch.equal(weights, masters.bfloat16())
     lazy = Masters(weights, remainders)
     part = lazy[2:8].view(2, 3).detach()
     assert isinstance(part, Masters) and part.is_contiguous() and not part.is_pinned()
@@ -257,17 +261,3 @@ def test_masters_are_made_when_copied_to_the_host_or_another_process():
     assert type(sent) is Masters
     for each in (part.clone(), sent.to("cpu", copy=True)):
         assert type(each) is torch.Tensor and torch.equal(each, masters[2:8].view(2, 3))
-
-
-@pytest.mark.parametrize("bits", [0, 1, 0x7FFF, -0x8000, -1], ids=hex)
-def test_halves_make_up_the_master_weight(bits):
-    """Upper bits of 1.0, of its successor, of the last before 2.0, of -1.0, and of 0.0. A run
-    begins with remainders of zero: weights are their own masters."""
-    upper = torch.tensor([0x3F80, 0x3F81, 0x3FFF, -0x4080, 0], dtype=torch.int32)
-    masters = ((upper << 16) | (bits & 0xFFFF)).view(torch.float32)
-    weights, remainders = split_masters(masters)
-    assert set(remainders.tolist()) == {bits}
-    if bits != -0x8000:  # a tie, which goes away from zero
-        assert torch.equal(weights, masters.bfloat16())
-    assert torch.equal(weights.view(torch.int16).int(), upper + (bits < 0))
-    assert whole_masters(weights, remainders).view(torch.int32).equal(masters.view(torch.int32))
