@@ -19,10 +19,14 @@ from megatron.core.models.mimo.comm.colocated_communicator import (
     divides,
     gather_groups,
 )
-from tests.unit_tests.models.mimo.bridge.test_mimo_bridge_plan import grid_of, topologies
+from tests.unit_tests.models.mimo.bridge.test_mimo_bridge_plan import (
+    Batch,
+    consumed,
+    grid_of,
+    topologies,
+)
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
-HIDDEN = 3
 FLAT = {"b": 0, "h": 1}
 LAYOUTS = [
     (dict(tp=2, dp=4), dict(tp=2, cp=2, pp=2, dp=1)),
@@ -38,45 +42,22 @@ UNIFORM = [2] * 24
 UNEVEN = [3, 0, 1, 5, 0, 0, 2, 7, 1, 1, 0, 4] + [2, 0, 0, 6, 1, 3, 0, 0, 5, 0, 1, 1]
 
 
-class Case:
-    """One batch of 24 samples on one rank: what goes in, and what must come out.
+def batch_on_rank(bridge: ColocatedBridgeCommunicator, samples: list[int]):
+    """Return a batch of 24 samples, and the rows that this rank encodes and has on its stage.
 
-    Rows of the global batch, their gradients on each CP rank, and their owners are the same
-    integers on every rank.
+    The batch is the same on every rank.
     """
+    topology, rank = bridge.topology, dist.get_rank()
+    of_atoms = np.reshape(samples, (topology.atoms, -1)).sum(1)
+    batch = Batch(topology, of_atoms.tolist())
+    return batch, batch.of(topology.encodes(rank)), batch.of(consumed(topology, rank))
 
-    def __init__(self, bridge: ColocatedBridgeCommunicator, counts: list[int]) -> None:
-        topology, rank = bridge.topology, dist.get_rank()
-        dest = topology.dest[rank]
-        random = torch.Generator().manual_seed(1)
-        total, cp = sum(counts), topology.dest_cp
 
-        def integers(*shape, high=100):
-            return torch.randint(high, shape, generator=random)
-
-        embeddings = integers(total, HIDDEN).double()
-        self.cp_grads = integers(cp, total, HIDDEN).double()
-        owner = integers(total, high=cp)
-        self.owner_grads = self.cp_grads[owner, torch.arange(total)]
-
-        bounds = [0, *itertools.accumulate(counts)]
-
-        def part(atoms: range) -> tuple[slice, AtomRows]:
-            each = 24 // topology.atoms
-            ends = [bounds[each * atom] for atom in (*atoms, atoms.stop)]
-            rows = slice(ends[0], ends[-1])
-            return rows, AtomRows(np.diff(ends), owner[rows].numpy())
-
-        mine, self.encoded = part(topology.encodes(rank))
-        consumed, self.consumed = part(topology.consumes(rank))
-        present = consumed if dest.pp == 0 else slice(0, 0)
-
-        self.input = embeddings[mine].to(Utils.device).requires_grad_()
-        self.output = embeddings[present].to(Utils.device)
-        self.cp_grad = self.cp_grads[dest.cp, present].to(Utils.device)
-        self.owned = (owner[present] == dest.cp)[:, None].to(Utils.device)
-        self.sum_of_cp_grads = self.cp_grads[:, mine].sum(0).to(Utils.device)
-        self.grad_of_owners = self.owner_grads[mine].to(Utils.device)
+def integers(rows: torch.Tensor, cp: int | torch.Tensor | None = None) -> torch.Tensor:
+    """Return embeddings of rows, or their gradients on a CP rank or on one for each,
+    `[rows, 3]`. A rank's power of two tells its gradient in a sum."""
+    of_rank = 0 if cp is None else 1000 * 2 ** torch.as_tensor(cp)
+    return torch.outer((rows + of_rank).double(), torch.arange(1.0, 4).double()).to(Utils.device)
 
 
 @pytest.fixture
@@ -108,19 +89,24 @@ def test_rows_arrive_and_gradients_return(make_bridge, source, destination):
     bridge = make_bridge(source, destination, dim_mapping=FLAT)
     if not bridge.src_grid.is_current_rank_in_grid():
         return
-    for rows in (UNIFORM, UNEVEN, [0] * 24):
-        case = Case(bridge, rows)
-        out = bridge.communicate(case.input, case.encoded, case.consumed)
-        assert torch.equal(out, case.output), rows
-        out.backward(case.cp_grad.where(case.owned, torch.nan))
-        assert torch.equal(case.input.grad, case.grad_of_owners), rows
-    for counts in (UNIFORM, UNEVEN):
-        case = Case(bridge, counts)
-        rows = [AtomRows(rows.counts) for rows in (case.encoded, case.consumed)]
-        out = bridge.communicate(case.input, *rows if counts is UNEVEN else ())
-        assert torch.equal(out, case.output)
-        out.backward(case.cp_grad)
-        assert torch.equal(case.input.grad, case.sum_of_cp_grads)
+    topology, rank = bridge.topology, dist.get_rank()
+    own_cp = topology.dest[rank].cp
+    for samples in (UNIFORM, UNEVEN, [0] * 24):
+        batch, encoded, present = batch_on_rank(bridge, samples)
+        owner = torch.from_numpy(batch.owner)
+        known = [batch.known(run(rank)) for run in (topology.encodes, topology.consumes)]
+        sums = sum(integers(encoded, cp) for cp in range(topology.dest_cp))
+        given, is_own = integers(present, own_cp), owner[present] == own_cp
+        owned = given.where(is_own.unsqueeze(1).to(Utils.device), torch.nan)
+        cases = [(known, owned, integers(encoded, owner[encoded]))]
+        cases += [([AtomRows(rows.counts) for rows in known], given, sums)]
+        cases += [((), given, sums)] * (samples is UNIFORM)
+        for rows, gradient, expected in cases:
+            inputs = integers(encoded).requires_grad_()
+            out = bridge.communicate(inputs, *rows)
+            assert torch.equal(out, integers(present)), samples
+            out.backward(gradient)
+            assert torch.equal(inputs.grad, expected), samples
 
 
 class TestGatherGroups:
@@ -141,12 +127,14 @@ class TestGatherGroups:
 class TestInterface:
     def test_the_batch_may_be_any_dim(self, make_bridge):
         bridge = make_bridge(dict(tp=2, dp=4), dict(tp=4, dp=2))
-        case = Case(bridge, UNIFORM)
+        _, encoded, present = batch_on_rank(bridge, UNIFORM)
+        tensors = integers(encoded), integers(present)
+        tensors += integers(present, 0), integers(encoded, 0)
         for batch_dim in (0, 1, 2):
             bridge.dim_mapping = {"b": batch_dim}
             x, out, grad, x_grad = (
-                rows.detach()[:, :, None].expand(-1, -1, 2).movedim(0, batch_dim).contiguous()
-                for rows in (case.input, case.output, case.cp_grad, case.grad_of_owners)
+                rows[:, :, None].expand(-1, -1, 2).movedim(0, batch_dim).contiguous()
+                for rows in tensors
             )
             moved = bridge.communicate(x.requires_grad_())
             assert moved.is_contiguous()
@@ -171,7 +159,7 @@ class TestInterface:
 
     def test_rows_that_do_not_fit_are_refused(self, make_bridge):
         fan_out = make_bridge(dict(tp=4, dp=2), dict(cp=2, dp=4), dim_mapping=FLAT)
-        rows, two = torch.ones(3, HIDDEN, device=Utils.device), AtomRows([2])
+        rows, two = torch.ones(3, 3, device=Utils.device), AtomRows([2])
         with pytest.raises(ValueError, match="3 rows are not divisible by fan_out: 2 equal"):
             fan_out.communicate(rows)
         with pytest.raises(ValueError, match="rows of 2 atoms are needed, got 3"):
