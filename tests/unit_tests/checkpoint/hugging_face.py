@@ -6,7 +6,6 @@ import importlib
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -75,55 +74,6 @@ def whole_vlm(sound: bool = True) -> NemotronH_Omni_Reasoning_V3:
     # As released, in files: the model here neither prunes rows nor raises time steps, as ours.
     config.video_pruning_rate, config.text_config.time_step_min = 0.5, 0.001
     return randomized(model)
-
-
-def released_config() -> dict[str, Any]:
-    """Return the sizes in ``config.json`` of the released Nemotron 3 Nano Omni, by its names.
-
-    Its code's path, its tokens and its training's options are left out.
-    """
-    return {
-        "model_type": "NemotronH_Nano_Omni_Reasoning_V3",
-        "auto_map": {"AutoConfig": "configuration.NemotronH_Nano_Omni_Reasoning_V3_Config"},
-        "force_image_size": 512,
-        "downsample_ratio": 0.5,
-        "vit_hidden_size": 1280,
-        "projector_hidden_size": 20480,
-        "video_temporal_patch_size": 2,
-        "vision_config": {"patch_size": 16, "video_temporal_patch_size": 2},
-        "sound_config": {
-            "model_type": "parakeet",
-            "hidden_size": 1024,
-            "num_attention_heads": 8,
-            "num_hidden_layers": 24,
-            "intermediate_size": 4096,
-            "conv_kernel_size": 9,
-            "convolution_bias": False,
-            "subsampling_conv_channels": 256,
-            "subsampling_factor": 8,
-            "num_mel_bins": 128,
-            "projection_hidden_size": 4096,
-            "projection_bias": False,
-        },
-        "llm_config": {
-            "model_type": "nemotron_h",
-            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-            "vocab_size": 131072,
-            "hidden_size": 2688,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "mamba_num_heads": 64,
-            "mamba_head_dim": 64,
-            "n_groups": 8,
-            "ssm_state_size": 128,
-            "n_routed_experts": 128,
-            "num_experts_per_tok": 6,
-            "moe_intermediate_size": 1856,
-            "moe_shared_expert_intermediate_size": 3712,
-            "routed_scaling_factor": 2.5,
-        },
-    }
 
 
 def save(model: nn.Module, directory: Path) -> Path:

@@ -29,7 +29,7 @@ from tests.unit_tests.checkpoint.conversions import (
     loading,
     tensors_of,
 )
-from tests.unit_tests.checkpoint.hugging_face import released_config, save, whole_vlm
+from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import apart
 from tests.unit_tests.examples.nemotron_vlm.runs import DEVICE, trainer
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
@@ -194,9 +194,38 @@ def trained_by_pytorch(
     return records
 
 
+RELEASED = {
+    "model_type": "NemotronH_Nano_Omni_Reasoning_V3",
+    "auto_map": {"AutoConfig": "configuration.NemotronH_Nano_Omni_Reasoning_V3_Config"},
+    "force_image_size": 512,
+    "projector_hidden_size": 20480,
+    "vision_config": {"video_temporal_patch_size": 2},
+    "sound_config": {
+        "model_type": "parakeet",
+        "convolution_bias": False,
+        "num_mel_bins": 128,
+        "projection_hidden_size": 4096,
+        "projection_bias": False,
+    },
+    "llm_config": {
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        "hidden_size": 2688,
+        "num_key_value_heads": 2,
+        "mamba_num_heads": 64,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712,
+        "routed_scaling_factor": 2.5,
+    },
+}
+"""Sizes in ``config.json`` of the released Nemotron 3 Nano Omni, by its names, that are not the
+defaults of transformers' classes."""
+
+
 @requires_world_size(1)
 def test_the_preset_has_the_sizes_of_the_released_configuration(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(released_config()))
+    (tmp_path / "config.json").write_text(json.dumps(RELEASED))
     wanted, base = nano_omni_30b_a3b(), tiny_omni()
     found = Published(tmp_path, base).preset
     chosen = ("min_patches", "max_patches", "clip_patches")
