@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -33,4 +34,10 @@ def test_a_dense_module_needs_no_other_group(monkeypatch):
 
 def test_a_module_with_experts_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="8 experts with tp=2, ep=2, etp=2 need expert groups"):
+        groups_for_ddp(8, monkeypatch)
+
+
+def test_a_run_with_global_groups_makes_one_as_before(monkeypatch):
+    monkeypatch.setattr(parallel_state, "is_initialized", lambda: True)
+    with pytest.raises(AssertionError, match="new_group"):
         groups_for_ddp(8, monkeypatch)

@@ -5,16 +5,20 @@
 import sys
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 import megatron.core.distributed.finalize_model_grads  # noqa: F401
+from megatron.core import parallel_state
 
 # The package has a function of the module's name.
 finalizing = sys.modules["megatron.core.distributed.finalize_model_grads"]
 
 
-def test_only_dense_parameters_are_summed(monkeypatch):
-    """`allreduce=False` marks a parameter of experts."""
+@pytest.mark.parametrize(("has_global_groups", "of_expert"), [(False, 1), (True, 2)])
+def test_only_dense_parameters_are_summed(has_global_groups, of_expert, monkeypatch):
+    """`allreduce=False` marks a parameter of experts. Runs with global groups stay as they are."""
+    monkeypatch.setattr(parallel_state, "is_initialized", lambda: has_global_groups)
     own_group = "get_tensor_model_parallel_group_if_none"
     monkeypatch.setattr(finalizing, own_group, lambda group: group)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **_: tensor.mul_(2))
@@ -26,4 +30,4 @@ def test_only_dense_parameters_are_summed(monkeypatch):
     config = SimpleNamespace(sequence_parallel=True, qk_layernorm=False)
     two_ranks = SimpleNamespace(size=lambda: 2)
     finalizing._allreduce_non_tensor_model_parallel_grads([model], config, two_ranks)
-    assert (model.weight.main_grad.item(), model.bias.main_grad.item()) == (2, 1)
+    assert (model.weight.main_grad.item(), model.bias.main_grad.item()) == (2, of_expert)

@@ -7,11 +7,12 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.ssm.token_order import sample_of_each_token, sample_starts
-from megatron.core.token_layout import pad_lengths
+from megatron.core.token_layout import PaddedLengths, pad_lengths
 
 
 def packed_of_one(*bounds: int) -> PackedSeqParams:
@@ -55,3 +56,11 @@ def test_a_length_that_only_cp_divides_is_refused():
     for packed, tokens in ((packed_of_one(0, 6, 12), 12), (None, 6)):
         with pytest.raises(ValueError, match="multiples of 4"):
             sample_starts(packed, tokens, 2, torch.device("cpu"))
+
+
+def test_runs_with_global_groups_take_what_they_took(monkeypatch):
+    """Samples that nothing tells apart, and empty ones."""
+    monkeypatch.setattr(parallel_state, "is_initialized", lambda: True)
+    assert sample_of_each_token(packed_of_one(0, 4, 8), tokens=8) is None
+    packed = PaddedLengths((4, 0, 4), (4, 0, 4)).packed_seq_params("cpu")
+    assert sample_starts(packed, 8, 1, torch.device("cpu")).tolist() == [0, 4, 4, 8]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout and dtype of an encoder and a language model in different layouts."""
+"""Dropout, dtype and rows of an encoder and a language model in different layouts."""
 
 from argparse import Namespace
 from types import SimpleNamespace
@@ -134,3 +134,11 @@ def test_rows_have_the_language_models_dtype_and_gradients_the_encoders(make_mod
     assert rows.dtype is torch.bfloat16
     assert model.modality_submodules[IMAGES].weight.grad.dtype is torch.float32
     assert encode(model, [{}])[IMAGES].dtype is torch.bfloat16
+
+
+def test_an_encoder_may_give_nothing():
+    """Upstream's encoders do so for inputs without a known encoder."""
+    nothing = torch.nn.Module()
+    nothing.forward = lambda encoder_inputs: None
+    model = SimpleNamespace(modality_submodules={IMAGES: nothing}, colocated_comms={})
+    assert encode(model, [{IMAGES: {}}]) == {}
