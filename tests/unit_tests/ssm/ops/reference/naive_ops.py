@@ -33,23 +33,12 @@ def naive_ssd(
     Returns:
         `y [B, S, H, P]` and the state after the last token, `[B, H, P, N]`.
     """
-    heads_per_group = x.shape[2] // B.shape[2]
-    B = B.repeat_interleave(heads_per_group, dim=2)
-    C = C.repeat_interleave(heads_per_group, dim=2)
-    h = x.new_zeros(*x.shape[:1], *x.shape[2:], B.shape[-1])
-    if initial_states is not None:
-        h = h + initial_states
-    outputs = []
-    for t in range(x.shape[1]):
-        if seq_idx is not None and t > 0:
-            h = h * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None, None]
-        decay = torch.exp(dt[:, t] * A)[..., None, None]
-        h = decay * h + torch.einsum("bh,bhp,bhn->bhpn", dt[:, t], x[:, t], B[:, t])
-        outputs.append(torch.einsum("bhpn,bhn->bhp", h, C[:, t]))
-    y = torch.stack(outputs, dim=1)
+    B, C = (part.repeat_interleave(x.shape[2] // B.shape[2], dim=2) for part in (B, C))
+    state = None if initial_states is None else initial_states.mT
+    y, state = naive_gated_delta_rule(C, B, dt[..., None] * x, dt * A, None, 1.0, state, seq_idx)
     if D is not None:
         y = y + (D[:, None] if D.dim() == 1 else D) * x
-    return y, h
+    return y, state.mT
 
 
 def naive_gated_delta_rule(
@@ -57,7 +46,7 @@ def naive_gated_delta_rule(
     k: Tensor,
     v: Tensor,
     g: Tensor,
-    beta: Tensor,
+    beta: Tensor | None,
     scale: float,
     initial_state: Tensor | None = None,
     seq_idx: Tensor | None = None,
@@ -65,7 +54,7 @@ def naive_gated_delta_rule(
     """Gated delta rule (arXiv 2412.06464, eq. 10), with the state transposed to keys by values.
 
     With `S' = exp(g_t) S_{t-1}`: `S_t = S' + beta_t k_t (v_t - S'^T k_t)^T` and
-    `o_t = scale S_t^T q_t`.
+    `o_t = scale S_t^T q_t`. Without beta, values are written as they are: `S_t = S' + k_t v_t^T`.
 
     Args:
         q, k: `[B, S, H, K]`. v: `[B, S, H, V]`. g: log decay, beta: writing strength, `[B, S, H]`.
@@ -82,8 +71,11 @@ def naive_gated_delta_rule(
         if seq_idx is not None and t > 0:
             state = state * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None, None]
         state = state * g[:, t].exp()[..., None, None]
-        error = v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])
-        state = state + torch.einsum("bh,bhk,bhv->bhkv", beta[:, t], k[:, t], error)
+        written = v[:, t]
+        if beta is not None:
+            held = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+            written = beta[:, t, :, None] * (written - held)
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], written)
         outputs.append(scale * torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
     return torch.stack(outputs, dim=1), state
 
