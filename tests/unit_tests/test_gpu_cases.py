@@ -17,14 +17,14 @@ from tests.unit_tests.test_utilities import requires_world_size
 CASES = sorted(Path(__file__).parents[1].joinpath("gpu").glob("*.py"))
 SCRIPTS = ("conftest", "upstream_script")
 
+pytestmark = requires_world_size(1)
 
-@requires_world_size(1)
+
 @pytest.mark.parametrize("name", [path.stem for path in CASES if path.stem not in SCRIPTS])
 def test_cases_can_be_imported(name):
     assert import_module(f"tests.gpu.{name}")
 
 
-@requires_world_size(1)
 @pytest.mark.parametrize("error", ["", "OSError: no lib.so"], ids=["all", "broken"])
 def test_a_library_that_cannot_be_imported_is_named(error, tmp_path, monkeypatch):
     code = "raise OSError('no\\nlib.so')" if error else ""
@@ -34,7 +34,6 @@ def test_a_library_that_cannot_be_imported_is_named(error, tmp_path, monkeypatch
     assert run.lacking(["json", "kernels_of_a_test"]) == wanted
 
 
-@requires_world_size(1)
 def test_a_signal_ends_a_stage_and_keeps_its_cases(tmp_path, monkeypatch):
     record = tmp_path / "stage.jsonl"
     monkeypatch.setattr(run, "ending", threading.Event())

@@ -99,9 +99,9 @@ PREDICTED = torch.tensor([[1.0, 1, 1, 0, 1, 1, 1, 0]])
 """Tokens whose successor has a loss."""
 
 
-def model_of(adapter: PartitionAdapter | None, mtp: bool = True) -> SimpleNamespace:
+def model_of(adapter: PartitionAdapter | None) -> SimpleNamespace:
     language = torch.nn.Module()
-    language.mtp_process = mtp
+    language.mtp_process = True
     special = {"images": IMAGE, "sound": SOUND}
     return SimpleNamespace(
         language_model=language, special_token_ids=special, partition_adapter=adapter
@@ -109,17 +109,17 @@ def model_of(adapter: PartitionAdapter | None, mtp: bool = True) -> SimpleNamesp
 
 
 class TestTokensOfMultiTokenPrediction:
-    def test_predictions_from_images_and_sound_have_no_loss(self):
-        found = token_arguments(model_of(None), IDS, None, PREDICTED)
-        assert found["loss_mask"].tolist() == [[1, 0, 0, 0, 1, 0, 1, 0]]
-        assert torch.equal(found["input_ids"], IDS)
-
-    def test_cp_ranks_have_their_own_tokens(self):
-        """They are those of the hidden states: the first and last quarter, and the two between."""
-        for rank, own in enumerate(([0, 1, 6, 7], [2, 3, 4, 5])):
-            found = token_arguments(model_of(adapter_of(2, 1, rank)), IDS, None, PREDICTED)
-            assert torch.equal(found["input_ids"], IDS[:, own])
-            assert found["loss_mask"].tolist() == [[[1, 0, 0, 0, 1, 0, 1, 0][i] for i in own]]
+    @pytest.mark.parametrize(
+        ("cp", "rank", "own"),
+        [(1, 0, range(8)), (2, 0, [0, 1, 6, 7]), (2, 1, [2, 3, 4, 5])],
+    )
+    def test_predictions_from_images_and_sound_have_no_loss(self, cp, rank, own):
+        """CP ranks have the tokens of their hidden states: the first and last quarter, or the two
+        between."""
+        adapter = adapter_of(cp, 1, rank) if cp > 1 else None
+        found = token_arguments(model_of(adapter), IDS, None, PREDICTED)
+        assert torch.equal(found["input_ids"], IDS[:, own])
+        assert found["loss_mask"].tolist() == [[[1, 0, 0, 0, 1, 0, 1, 0][i] for i in own]]
 
     def test_padded_samples_are_refused(self):
         with pytest.raises(ValueError, match="has to pad"):
