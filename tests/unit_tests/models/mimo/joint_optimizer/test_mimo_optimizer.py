@@ -132,44 +132,6 @@ def test_a_step_launches_the_norm_before_the_host_waits_for_the_gradients(monkey
     assert launched == [True]
 
 
-@pytest.mark.parametrize(
-    ("language", "marked", "options"),
-    [
-        ("tp=2,dp=2,ep=4,etp=1", True, ()),
-        ("tp=2,dp=2,ep=4,etp=1", False, ()),
-        ("tp=2,cp=2,dp=1,ep=2,etp=1", False, ("--no-use-distributed-optimizer",)),
-        ("tp=2,pp=2,dp=1,ep=2,etp=1", True, ("--no-untie-embeddings-and-output-weights",)),
-    ],
-)
-def test_the_norm_of_ones_is_the_root_of_the_number_of_elements(
-    language, marked, options, monkeypatch
-):
-    """Also where layers leave weights of whole experts unmarked, as Transformer Engine's grouped
-    GEMM did: TP ranks do not share them."""
-    make = leaf.get_megatron_optimizer
-
-    def unmarked(config, stages, *args, **more):
-        for parameter in (p for stage in stages for p in stage.parameters()):
-            if not getattr(parameter, "allreduce", True):
-                parameter.tensor_model_parallel = marked
-        return make(config, stages, *args, **more)
-
-    monkeypatch.setattr(leaf, "get_megatron_optimizer", unmarked)
-    with run_of(("tp=2,dp=2", language, ()), *options) as run:
-        weights, launch = gather_weights(run.stages), run.optimizer.launch
-        trained = [whole for name, whole in weights.items() if not name.endswith("expert_bias")]
-        expected = sum(whole.numel() for whole in trained) ** 0.5
-
-        def launch_with_ones():
-            for stage in run.stages:
-                for parameter in stage.parameters():
-                    parameter.main_grad.fill_(1)
-            launch()
-
-        monkeypatch.setattr(run.optimizer, "launch", launch_with_ones)
-        assert step(run) == [(True, pytest.approx(expected, rel=1e-6), None)] * 4
-
-
 def test_norm_and_zeros_are_counted_once_wherever_parameters_are():
     """The step has clipped the gradients of all modules by their common norm."""
     results, clip = [], ("--clip-grad", "0.1")
