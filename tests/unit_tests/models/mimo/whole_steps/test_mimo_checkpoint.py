@@ -8,9 +8,8 @@ import pickle
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -111,11 +110,12 @@ NONE = torch.empty(0, dtype=torch.uint8)
 
 
 @contextmanager
-def engine_norms() -> Iterator[list[torch.Tensor | None]]:
-    """Give norms an extra state, as the engine's have; yield the states that they are to load."""
+def engine_norms(are_used: bool = True) -> Iterator[list[torch.Tensor | None]]:
+    """Give norms an extra state, as the engine's have, unless they are PyTorch's; yield the states
+    that they are to load."""
     loaded: list[torch.Tensor | None] = []
     with pytest.MonkeyPatch.context() as patch:
-        for norm in (LayerNorm, RMSNorm):
+        for norm in (LayerNorm, RMSNorm) if are_used else ():
             patch.setattr(norm, "get_extra_state", lambda norm: NONE)
             patch.setattr(norm, "set_extra_state", lambda norm, given: loaded.append(given))
         yield loaded
@@ -129,14 +129,16 @@ class TestExtraStates:
     @pytest.mark.parametrize("saves_them", [False, True])
     def test_layers_with_them_and_layers_without_them_go_on_alike(self, saves_them, tmp_path):
         """Weights and the optimizer's state are loaded: the next steps are the same."""
-        norms = {True: engine_norms, False: partial(nullcontext, [])}
-        with norms[saves_them](), trainer(*SIZES) as run:
+        with engine_norms(saves_them), trainer(*SIZES) as run:
             run.train_step()
             run.save(tmp_path)
             saved, expected = gather_weights(run.stages), run.train_step()
         keys = FileSystemReader(tmp_path / "iter_0000001").read_metadata().state_dict_metadata
         assert any("norm" in key and "_extra_state" in key for key in keys) == saves_them
-        with norms[not saves_them]() as loaded, trainer(*SIZES, "--load", str(tmp_path)) as run:
+        with (
+            engine_norms(not saves_them) as loaded,
+            trainer(*SIZES, "--load", str(tmp_path)) as run,
+        ):
             assert bool(loaded) == (not saves_them) and all(given is NONE for given in loaded)
             assert_shards_equal(run.stages, saved)
             assert run.train_step() == expected
