@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mini import REPOSITORY
+from overlay.source import imported, module_name
 
 PROGRAM = "examples.mimo."
 OF_PROGRAM = [
@@ -66,10 +67,7 @@ def test_upstreams_scripts_need_no_package_that_they_did_not():
     files = sorted((REPOSITORY / "megatron_overlay").rglob("*.py"))
     assert files
     for path in files:
-        found = set()
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                found.add(node.module.partition(".")[0])
+        package = module_name(path.parent.relative_to(REPOSITORY / "megatron_overlay").as_posix())
+        names = (imported(node, package) for node in ast.parse(path.read_text()).body)
+        found = {full.partition(".")[0] for each in names for _, full in each}
         assert found - sys.stdlib_module_names <= OF_UPSTREAM | OF_KERNELS, path
