@@ -18,7 +18,7 @@ from megatron.core.models.mimo.setup.data_parallel import prepare_for_training
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import CONTIGUOUS
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import one_rank_trajectory
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
-from tests.unit_tests.test_utilities import Utils, requires_world_size
+from tests.unit_tests.test_utilities import requires_world_size
 
 SAMPLES, MICROBATCHES = 16, 2
 COMMON = ("--data", "digits:2", "--global-batch-size", str(SAMPLES))
@@ -69,9 +69,8 @@ def test_a_step_is_that_of_one_rank(encoder, language, length, model, per_token,
         assert found[name] == pytest.approx(expected[0][name], rel=1e-5)
 
 
-@requires_world_size(4)
-def test_batches_that_would_have_to_be_shared_out_are_refused():
-    Utils.initialize_distributed()
+def test_batches_that_would_have_to_be_shared_out_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
     grids = (HyperCommGrid([1, 4], ["tp", "dp"]), HyperCommGrid([2, 2], ["tp", "dp"]))
     with pytest.raises(ValueError, match="other samples of images than they consume"):
         colocated_forward_backward_with_pp(None, iter(()), 1, *grids)
