@@ -8,21 +8,21 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 from tests.e2e.launch import REPOSITORY, wait_until
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
-NODES = ("n1", "n2")
 
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
+SlurmctldPort=26817
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={directory}/munge/socket,cred_expire=5
+AuthInfo=socket={directory}/munge.socket,cred_expire=5
 CredType=cred/munge
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
@@ -33,13 +33,13 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=5
-StateSaveLocation={directory}/state
+StateSaveLocation={directory}
 SlurmdSpoolDir={directory}/spool-%n
 SlurmctldPidFile={directory}/slurmctld.pid
 SlurmdPidFile={directory}/slurmd-%n.pid
 SlurmctldLogFile={directory}/slurmctld.log
 SlurmdLogFile={directory}/slurmd-%n.log
-NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs=4
+NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[26818-26819] CPUs=4
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 """A requeued job starts once credentials have expired (cred_expire), 120 s by default."""
@@ -66,22 +66,14 @@ class Cluster:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        configuration = directory / "slurm.conf"
+        configuration, host = directory / "slurm.conf", socket.gethostname().partition(".")[0]
+        configuration.write_text(CONFIGURATION.format(host=host, directory=directory))
         self.environment = {
             name: value for name, value in os.environ.items() if not name.startswith("SLURM")
-        } | {"PATH": _path(), "SLURM_CONF": str(configuration)}
-        for name in ("munge", "state", *(f"spool-{node}" for node in NODES)):
-            (directory / name).mkdir(mode=0o755)
-        key = directory / "munge" / "key"
+        } | {"PATH": _path(), "SLURM_CONF": str(configuration), "PYTHON": sys.executable}
+        key = directory / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
-        configuration.write_text(
-            CONFIGURATION.format(
-                host=socket.gethostname().partition(".")[0],
-                ports=_three_ports(),
-                directory=directory,
-            )
-        )
         version = tuple(map(int, re.findall(r"\d+", self.call("slurmd", "-V"))[:2]))
         # Jobs are in no cgroup: versions before 23.2 cannot say so, and load a plugin all the same.
         plugin = "disabled" if version >= (23, 2) else "cgroup/v1"
@@ -89,25 +81,21 @@ class Cluster:
 
     def start(self) -> None:
         """Start the daemons, and wait for both nodes."""
-        munge = self.directory / "munge"
         files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log"}
-        options = [f"--{option}={munge / name}" for option, name in files.items()]
-        self.call("munged", "--force", f"--seed-file={munge / 'seed'}", *options)
-        self.call("slurmctld", "-f", self.environment["SLURM_CONF"])
-        for node in NODES:
-            self.call("slurmd", "-N", node, "-f", self.environment["SLURM_CONF"])
+        files |= {"seed-file": "seed"}
+        options = [f"--{name}={self.directory}/munge.{end}" for name, end in files.items()]
+        self.call("munged", "--force", *options)
+        self.call("slurmctld")
+        for node in ("n1", "n2"):
+            self.call("slurmd", "-N", node)
         wait_until(lambda: self.call("sinfo", "-h", "-o", "%T %D").split() == ["idle", "2"], 60)
 
     def stop(self) -> None:
-        """End all jobs, and then the daemons."""
-        for job in self.call("squeue", "-h", "-o", "%i").split():
-            self.call("scancel", job)
-        wait_until(lambda: not self.call("squeue", "-h"), 60)
-        self.end_daemons()
-
-    def end_daemons(self) -> None:
-        """End the daemons that run."""
-        pids = [*self.directory.glob("slurm*.pid"), *self.directory.glob("munge/pid")]
+        """End all jobs, and then the daemons that run."""
+        if (self.directory / "slurmctld.pid").exists():
+            self.call("scancel", "--user=root")
+            wait_until(lambda: not self.call("squeue", "-h"), 60)
+        pids = list(self.directory.glob("*.pid"))
         for path in pids:
             os.kill(int(path.read_text()), signal.SIGTERM)
         wait_until(lambda: not any(path.exists() for path in pids), 30)
@@ -125,11 +113,6 @@ class Cluster:
         assert ended.returncode == 0, f"{command}: {ended.stdout}{ended.stderr}"
         return ended.stdout
 
-    def submit(self, *command: object, **environment: str) -> str:
-        """Submit a job on both nodes, and return its number."""
-        sbatch = ("sbatch", "--parsable", "--nodes", len(NODES), *command)
-        return self.call(*sbatch, **environment).strip()
-
     def state(self, job: str) -> dict[str, str]:
         """Return the fields that ``scontrol show job`` prints."""
         return dict(re.findall(r"(\w+)=(\S*)", self.call("scontrol", "show", "job", job)))
@@ -139,19 +122,3 @@ class Cluster:
         going = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED")
         wait_until(lambda: self.state(job)["JobState"] not in going, timeout_s)
         return self.state(job)
-
-
-def _three_ports() -> tuple[int, int, int]:
-    """Find one port and two consecutive ones, below those that the system gives out."""
-    for port in range(20000, 30000, 3):
-        sockets = [socket.socket() for _ in range(3)]
-        try:
-            for offset, probe in enumerate(sockets):
-                probe.bind(("", port + offset))
-            return port, port + 1, port + 2
-        except OSError:
-            continue
-        finally:
-            for probe in sockets:
-                probe.close()
-    raise RuntimeError("no three ports in a row are free")
