@@ -52,25 +52,17 @@ def launched(monkeypatch, tmp_path) -> list[int]:
 
 
 @requires_world_size(1)
-@pytest.mark.parametrize("kept", [True, False], ids=["kept", "as-Triton-does"])
-def test_choices_of_kernels_with_hooks(kept, launched):
-    if kept:
-        keep_choices()
-    runs = [Tuned(), Tuned()]
-    for tuner in runs:
-        tuner.run(1)
-    assert [tuner.timed for tuner in runs] == [[16, 32, 64], [] if kept else [16, 32, 64]]
-    assert launched == [32, 32]
-    assert [tuner.zeroed for tuner in runs] == [1, 1]
-
-
-@requires_world_size(1)
-@pytest.mark.parametrize("text", ["", '{"configs_timings": [[{"kwargs": {"BLOCK": 8}}, 1.0]]}'])
-def test_a_file_cut_short_or_of_other_configurations_is_left_aside(text, launched, tmp_path):
+@pytest.mark.parametrize(
+    "text", [None, "", '{"configs_timings": [[{"kwargs": {"BLOCK": 8}}, 1.0]]}']
+)
+def test_choices_of_kernels_with_hooks_are_kept(text, launched, tmp_path):
+    """A file that is cut short, or of other configurations, is left aside."""
     keep_choices()
-    Tuned().run(1)
+    first, second = Tuned(), Tuned()
+    first.run(1)
     (file,) = tmp_path.glob("**/*.autotune.json")
-    file.write_text(text)
-    tuner = Tuned()
-    tuner.run(1)
-    assert (tuner.timed, launched, tuner.zeroed) == ([16, 32, 64], [32, 32], 1)
+    if text is not None:
+        file.write_text(text)
+    second.run(1)
+    assert (first.timed, second.timed) == ([16, 32, 64], [] if text is None else [16, 32, 64])
+    assert (launched, first.zeroed, second.zeroed) == ([32, 32], 1, 1)

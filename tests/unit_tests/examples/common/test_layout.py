@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts: rules, and what the refusals propose; no process needed."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -23,27 +22,33 @@ from examples.mimo.nemotron_vlm.options.layout_rules import derive, ranks_of_mod
 BATCH = Batch(global_size=32, micro_size=4, seq_length=32)
 
 
-def resolve(
-    encoders: Sequence[Layout],
-    language: Layout,
-    batch: Batch,
+def resolved(
+    encoder: str,
+    language: str,
     world: int,
-    preset: VLMPreset,
+    batch: Batch = BATCH,
     placement: str = COLOCATED,
+    preset: VLMPreset | None = None,
 ) -> Layouts:
     """Complete layouts as a run does; a broken rule raises UserError."""
-    layouts = derive(encoders, language, batch, world, placement)
-    ranks = ranks_of_modules(encoders, language, world, placement)
+    preset = preset or tiny()
+    parsed = [parse_layout(encoder, "encoder")] * len(preset.encoders)
+    parsed = parsed, parse_layout(language, "language")
+    ranks = ranks_of_modules(*parsed, world, placement)
+    layouts = derive(*parsed, batch, world, placement)
     if broken := violation(layouts, ranks, preset):
         raise UserError(broken)
     return layouts
 
 
-def resolved(
-    encoder: str, language: str, world: int, batch: Batch = BATCH, placement: str = COLOCATED
-) -> Layouts:
-    parsed = [parse_layout(encoder, "encoder")], parse_layout(language, "language")
-    return resolve(*parsed, batch, world, tiny(), placement)
+def test_reads_axes_in_any_order():
+    assert parse_layout("dp=4, tp=2", "encoder") == Layout(tp=2, dp=4)
+
+
+@pytest.mark.parametrize("text", ["tp", "tp=0", "tp=two", "xp=2", "tp=-1", "tp=2,tp=2"])
+def test_refuses_what_is_no_layout(text):
+    with pytest.raises(UserError, match="--language"):
+        parse_layout(text, "language")
 
 
 class TestRules:
@@ -110,21 +115,20 @@ class TestRules:
         preset = replace(preset, language=replace(preset.language, **sizes))
         batch = Batch(global_size=32, micro_size=4, seq_length=96)
         with pytest.raises(UserError, match=text):
-            resolve([Layout()], parse_layout("tp=4", "language"), batch, 4, preset)
-        resolve([Layout()], parse_layout("cp=3", "language"), batch, 3, preset)
+            resolved("tp=1", "tp=4", 4, batch, preset=preset)
+        resolved("tp=1", "cp=3", 3, batch, preset=preset)
 
     @pytest.mark.parametrize(
-        ("layouts", "batch", "text"),
+        ("encoder", "language", "ranks", "batch", "text"),
         [
-            ((Layout(tp=4, dp=3), Layout(cp=3, dp=4)), (12, 3, 36), "must divide the other.*Near"),
-            ((Layout(dp=8), Layout(tp=4, dp=2)), (32, 2, 32), "dp=8 must divide the 4 samples"),
+            ("tp=4,dp=3", "cp=3,dp=4", 12, (12, 3, 36), "must divide the other.*Near"),
+            ("dp=8", "tp=4,dp=2", 8, (32, 2, 32), "dp=8 must divide the 4 samples"),
         ],
     )
-    def test_dp_sizes_that_need_colocated_modules(self, layouts, batch, text):
-        encoder, language = layouts
-        resolve([encoder], language, Batch(*batch), language.size, tiny())
+    def test_dp_sizes_that_need_colocated_modules(self, encoder, language, ranks, batch, text):
+        resolved(encoder, language, ranks, Batch(*batch))
         with pytest.raises(UserError, match=text):
-            resolve([encoder], language, Batch(*batch), 2 * language.size, tiny(), NON_COLOCATED)
+            resolved(encoder, language, 2 * ranks, Batch(*batch), NON_COLOCATED)
 
     @pytest.mark.parametrize("asked", ["tp=8", "tp=2,pp=2,dp=3,ep=4,etp=1,vpp=2"])
     def test_proposes_layouts_that_fit_with_the_expert_and_virtual_sizes(self, asked):
@@ -148,5 +152,4 @@ class TestRules:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_fits_one_rank(name):
-    one, preset = Batch(1, 1, 1024), PRESETS[name]()
-    resolve([Layout()] * len(preset.encoders), Layout(), one, 1, preset)
+    resolved("tp=1", "tp=1", 1, Batch(1, 1, 1024), preset=PRESETS[name]())
