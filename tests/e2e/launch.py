@@ -6,10 +6,10 @@ import contextlib
 import multiprocessing
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CHECKOUT = REPOSITORY / "build" / ("next" if os.environ.get("NEXT") else "Megatron-LM")
 
 LIMIT_S = 900
-"""Time limit of all ranks."""
+"""Time limit of a process."""
 
 PRELOADED = [
     "tests.unit_tests.examples.nemotron_vlm.preloaded",
@@ -31,68 +31,59 @@ PRELOADED = [
 """Modules that processes are forked with."""
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How one rank ended; without a code if it did not come to its end."""
+def forked(call: Callable, *arguments: object, said: Path, folder: Path = CHECKOUT) -> BaseProcess:
+    """Start a call in a process that has imported the modules that take seconds.
 
-    code: int | None
-    output: str
-    errors: str
-
-    @classmethod
-    def read(cls, folder: Path) -> "Ended":
-        """Read what a rank has written."""
-        code, output, errors = (folder / name for name in ("code", "output", "errors"))
-        ended = int(code.read_text()) if code.exists() else None
-        return cls(ended, output.read_text(), errors.read_text())
-
-    @property
-    def error_lines(self) -> list[str]:
-        """Return its lines of output that report an error."""
-        return [line for line in self.errors.splitlines() if line.startswith("error: ")]
-
-
-def forked(call: Callable, *arguments: object) -> BaseProcess:
-    """Start a call in a process that has imported the modules that take seconds."""
+    Args:
+        call: returns the exit code. said: a file to which what the process says is appended.
+        folder: in which it runs.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=call, args=arguments)
+    process = context.Process(target=_begin, args=(call, arguments, said, folder))
     process.start()
     return process
 
 
-def run(ranks: int, *arguments: str | Path) -> list[Ended]:
-    """Run the program to its end on every rank, under torchrun's agent."""
+def _begin(call: Callable, arguments: tuple, said: Path, folder: Path) -> None:
+    os.chdir(folder)
+    with said.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.exit(call(*arguments))
+
+
+def end_of(process: BaseProcess) -> int | None:
+    """Wait for the end of a process; return its exit code, None if it came to no end in time."""
+    process.join(LIMIT_S)
+    code = process.exitcode
+    kill(process)
+    return code
+
+
+def run(ranks: int, *arguments: str | Path) -> tuple[list[int | None], str]:
+    """Run the program to its end on every rank, under torchrun's agent.
+
+    Returns:
+        The ranks' exit codes, None for a rank that came to no end, and what all of them said.
+    """
     with tempfile.TemporaryDirectory() as directory:
-        agent = forked(run_ranks, ranks, _rank, list(map(str, arguments)), directory)
-        agent.join(LIMIT_S)
-        kill(agent)
-        return [Ended.read(Path(directory, str(rank))) for rank in range(ranks)]
+        folder, words = Path(directory), list(map(str, arguments))
+        end_of(forked(run_ranks, ranks, _rank, words, folder, said=folder / "said"))
+        files = [folder / str(rank) for rank in range(ranks)]
+        codes = [int(file.read_text()) if file.exists() else None for file in files]
+        return codes, (folder / "said").read_text()
 
 
-def _rank(arguments: list[str], directory: str) -> None:
+def _rank(arguments: list[str], folder: Path) -> None:
     """Note how the program ends, and end well: the agent would end the other ranks."""
     from examples.mimo.pretrain_nemotron_vlm import main
 
-    own = Path(directory, os.environ["RANK"])
-    own.mkdir()
-    redirect(own / "output", own / "errors")
-    os.chdir(CHECKOUT)
     try:
         code = main(arguments)
     except SystemExit as end:  # as argparse ends
         code = end.code
-    (own / "code").write_text(str(code))
-
-
-def redirect(output: Path, errors: Path | None = None) -> None:
-    """Write what this process says into a file, or its errors into another."""
-    with output.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    if errors:
-        with errors.open("w") as file:
-            os.dup2(file.fileno(), 2)
+    (folder / os.environ["RANK"]).write_text(str(code))
 
 
 def wait_until(holds: Callable[[], bool], limit_s: float) -> None:

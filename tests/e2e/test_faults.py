@@ -11,7 +11,6 @@ import re
 import signal
 import sys
 import time
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from examples.mimo.nemotron_vlm.loop.metrics import read_metrics
@@ -19,7 +18,7 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.training import training
 from tests.agent import run_ranks
-from tests.e2e.launch import CHECKOUT, LIMIT_S, forked, kill, redirect, run
+from tests.e2e.launch import end_of, forked, run
 
 ARGUMENTS = (
     *("--placement", "non-colocated", "--train-iters", "6", "--save-interval", "2"),
@@ -35,15 +34,14 @@ FAULTS = {
 """Functions in which the fault strikes."""
 
 
-def start_faulty(errors: Path, fault: str, *more: object, restarts: int = 0) -> BaseProcess:
-    """Start the program with this fault and return at once; the file gets its error output."""
-    return forked(_faulty_ranks, errors, fault, list(map(str, (*ARGUMENTS, *more))), restarts)
+def faulty(said: Path, fault: str, *more: object, restarts: int = 0) -> int | None:
+    """Run the program with this fault to its end; return the launcher's exit code."""
+    words = list(map(str, (*ARGUMENTS, *more)))
+    return end_of(forked(_faulty_ranks, fault, words, restarts, said=said))
 
 
-def _faulty_ranks(errors: Path, fault: str, arguments: list[str], restarts: int) -> None:
-    os.chdir(CHECKOUT)
-    redirect(Path(os.devnull), errors)
-    sys.exit(run_ranks(2, _faulty_rank, fault, arguments, restarts=restarts))
+def _faulty_ranks(fault: str, arguments: list[str], restarts: int) -> int:
+    return run_ranks(2, _faulty_rank, fault, arguments, restarts=restarts)
 
 
 def _faulty_rank(fault: str, arguments: list[str]) -> None:
@@ -54,14 +52,14 @@ def _faulty_rank(fault: str, arguments: list[str]) -> None:
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def faulty(*given, **named):
+    def struck(*given, **named):
         is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         step = training.get_args().curr_iteration + 1
         if is_first and (os.environ["RANK"], step) == ("1", 4):
             os.kill(os.getpid(), signal.SIGKILL) if "killed" in fault else time.sleep(10**6)
         return original(*given, **named)
 
-    setattr(owner, name, faulty)
+    setattr(owner, name, struck)
     if code := main(arguments):
         sys.exit(code)
 
@@ -87,13 +85,8 @@ def losses(metrics: Path) -> dict[int, float]:
 
 def test_a_rank_that_hangs_ends_the_run(tmp_path):
     """A limit on collectives ends its peer, and the agent ends it."""
-    saved, errors = tmp_path / "saved", tmp_path / "errors.txt"
-    process = start_faulty(errors, "hangs when all is written", "--save", saved)
-    try:
-        process.join(LIMIT_S)
-        assert process.exitcode, "it has not ended, or ended well"
-    finally:
-        kill(process)
+    saved, said = tmp_path / "saved", tmp_path / "said"
+    assert faulty(said, "hangs when all is written", "--save", saved) == 1, said.read_text()
     assert newest(saved) >= 2
     assert_whole(saved / f"iter_{newest(saved):07d}")
 
@@ -101,13 +94,11 @@ def test_a_rank_that_hangs_ends_the_run(tmp_path):
 def test_a_run_killed_during_a_save_goes_on_from_the_checkpoint_before(tmp_path):
     """The losses agree to the last bit: only the steps since that checkpoint are lost."""
     whole, cut, saved = (tmp_path / name for name in ("whole/metrics.jsonl", "cut.jsonl", "cut"))
-    ends = run(2, *ARGUMENTS, "--metrics-out", whole, "--save", whole.parent)
-    assert [end.code for end in ends] == [0, 0], [end.errors for end in ends]
+    codes, said = run(2, *ARGUMENTS, "--metrics-out", whole, "--save", whole.parent)
+    assert codes == [0, 0], said
     places = ("--metrics-out", cut, "--save", saved, "--load", saved)
     errors = tmp_path / "errors.txt"
-    process = start_faulty(errors, "killed while writing", *places, restarts=1)
-    process.join(300)
-    assert process.exitcode == 0, errors.read_text()
+    assert faulty(errors, "killed while writing", *places, restarts=1) == 0, errors.read_text()
     # A log for each start, or one for both if they fall into one second.
     said = "".join(log.read_text() for log in sorted(tmp_path.glob("log-*.txt")))
     before, on, after = said.partition("going on after step 2 of 6")

@@ -4,13 +4,11 @@
 
 import os
 import signal
-import sys
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 import pytest
 
-from tests.e2e.launch import CHECKOUT, LIMIT_S, REPOSITORY, forked, kill, redirect, wait_until
+from tests.e2e.launch import CHECKOUT, LIMIT_S, REPOSITORY, end_of, forked, kill, wait_until
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import is_of_this_process
 
 PROGRAM = "examples/mimo/pretrain_nemotron_vlm.py"
@@ -38,35 +36,32 @@ def test_the_last_line_says_what_is_saved_and_how_to_go_on(
 ):
     save, said, metrics = tmp_path / "saved", tmp_path / "said", tmp_path / "metrics.jsonl"
     words = [*start, *SMALL, "--metrics-out", str(metrics), *options.format(save=save).split()]
-    started = forked(_start, words, said)
+    started = forked(_start, words, said=said)
     tracker = save / "latest_checkpointed_iteration.txt"
     begun = tracker if options else metrics
     try:
         wait_until(lambda: (begun.exists() and begun.read_text()) or _ended(started), LIMIT_S)
         (os.kill if options == HANDLED else os.killpg)(started.pid, sent)
-        started.join(LIMIT_S)
+        ended, text = end_of(started), said.read_text()
     finally:
         kill(started)
-    text = said.read_text()
-    assert started.exitcode == code, text
+    assert ended == code, text
     line = line.format(step=tracker.read_text() if options else "", save=save)
     reason = f"error: ended by {sent.name}: " if code else ""
     assert text.splitlines()[-1] == reason + line
     assert "Traceback" not in text and len(text.splitlines()) < 20, text
 
 
-def _start(words: list[str], said: Path) -> None:
+def _start(words: list[str]) -> int:
     """Be the launcher, or the program alone, with a process group of its own."""
     from examples.mimo.common.launch import launch
     from examples.mimo.pretrain_nemotron_vlm import main
 
     os.setsid()
-    os.chdir(CHECKOUT)
     for name in filter(is_of_this_process, list(os.environ)):  # a test before may have set it
         del os.environ[name]
     os.environ["PYTHONPATH"] = f"{CHECKOUT}{os.pathsep}{REPOSITORY}"
-    redirect(said)
-    sys.exit(launch(words) if words[0] == LAUNCHER[0] else main(words))
+    return launch(words) if words[0] == LAUNCHER[0] else main(words)
 
 
 def _ended(process: BaseProcess) -> bool:

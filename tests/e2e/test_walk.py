@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from tests.agent import run_ranks
-from tests.e2e.launch import CHECKOUT, LIMIT_S, REPOSITORY, forked, kill, redirect
+from tests.e2e.launch import CHECKOUT, REPOSITORY, end_of, forked
 from tests.unit_tests.checkpoint.conversions import convert, tensors_of
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_omni
@@ -63,20 +63,17 @@ def run(words: list[str], folder: Path, environment: dict[str, str]) -> str:
     """Run a command in a process that has imported the modules that take seconds; return what it
     says. ``torchrun`` has two ranks."""
     output = folder / "said"
-    process = forked(_process, words, folder, environment, output)
-    process.join(LIMIT_S)
-    kill(process)
-    assert process.exitcode == 0, f"{words}\n{output.read_text()[-4000:]}"
+    output.unlink(missing_ok=True)
+    code = end_of(forked(_process, words, environment, said=output, folder=folder))
+    assert code == 0, f"{words}\n{output.read_text()[-4000:]}"
     return output.read_text()
 
 
-def _process(words: list[str], folder: Path, environment: dict[str, str], output: Path) -> None:
-    os.chdir(folder)
+def _process(words: list[str], environment: dict[str, str]) -> int | None:
     os.environ.update(environment)
-    redirect(output)
     if words[0] == "torchrun":
-        sys.exit(run_ranks(2, _program, words[1:]))
-    _program(words[1:] if "python" in words[0] else words)
+        return run_ranks(2, _program, words[1:])
+    return _program(words[1:] if "python" in words[0] else words)
 
 
 def _program(words: list[str]) -> None:
