@@ -194,26 +194,7 @@ def records(asked: Iterable[list[str]], path: Path) -> list[dict]:
     return made
 
 
-def test_questions_of_a_file_are_answered_as_each_alone(trained, capsys, tmp_path):
-    saved, messages = trained.path / "saved", records(trained.asked.values(), tmp_path)
-    said = answers(capsys, saved, trained.asked.values())
-    talks = []
-    for each in messages:
-        talk = {"from": "human", "value": each["messages"][0]["content"]}
-        talks.append(each | {"conversations": [talk, {"from": "gpt", "value": "known"}]})
-        talks[-1]["messages"] = None
-    (*media, _, question), (first, *_) = next(iter(trained.asked.values())), said
-    for name, text, more, wanted in (
-        ("a.jsonl", "\n".join(map(json.dumps, messages)), [], said),
-        ("a.json", json.dumps(talks, indent=1), [], said),
-        ("a.txt", f"{question}\n\n{question}\n", media, [first] * 2),
-    ):
-        (tmp_path / name).write_text(text)
-        found = answers(capsys, saved, [["--questions", str(tmp_path / name), *more]])
-        assert [json.loads(line)["answer"] for line in found] == wanted
-
-
-def test_a_batch_of_questions_is_answered_as_each_alone(trained, capsys, tmp_path, monkeypatch):
+def test_questions_of_a_file_are_answered_as_each_alone(trained, capsys, tmp_path, monkeypatch):
     """Questions have different lengths, half have no media, and answers differ in length."""
     monkeypatch.setattr(Chat, "words", lambda self, tokens: " ".join(map(str, tokens)))
     monkeypatch.setattr(sys.modules[__name__], "ANSWER", 40)
@@ -223,11 +204,25 @@ def test_a_batch_of_questions_is_answered_as_each_alone(trained, capsys, tmp_pat
         for more in range(3):
             asked.append([*media, option, question + f" {text}" * more])
             asked.append([option, f" {text}" * (more + 1)])
-    (tmp_path / "a.json").write_text(json.dumps(records(asked, tmp_path)))
-    words = ["--questions", str(tmp_path / "a.json"), "--batch"]
-    said = [answers(capsys, trained.path / "saved", [[*words, size]]) for size in ("1", "24")]
-    lengths = [len(json.loads(line)["answer"].split()) for line in said[0]]
-    assert said[0] == said[1] and len(lengths) == 24 and len(set(lengths)) > 1
+    alone, messages = answers(capsys, trained.path / "saved", asked[::6]), records(asked, tmp_path)
+    talks = []
+    for each in messages:
+        talk = {"from": "human", "value": each["messages"][0]["content"]}
+        talks.append(each | {"conversations": [talk, {"from": "gpt", "value": "known"}]})
+        talks[-1]["messages"] = None
+    *media, _, question = asked[0]
+    said = []
+    for name, text, more in (
+        ("a.jsonl", "\n".join(map(json.dumps, messages)), ["--batch", "1"]),
+        ("a.json", json.dumps(talks, indent=1), ["--batch", "24"]),
+        ("a.txt", f"{question}\n\n{question}\n", media),
+    ):
+        (tmp_path / name).write_text(text)
+        words = ["--questions", str(tmp_path / name), *more]
+        found = answers(capsys, trained.path / "saved", [words])
+        said.append([json.loads(line)["answer"] for line in found])
+    assert said[0] == said[1] and len(said[0]) == 24 and said[0][::6] == alone
+    assert said[2] == alone[:1] * 2 and len({len(each.split()) for each in said[0]}) > 1
 
 
 def test_a_seed_repeats_what_is_drawn(trained, capsys, monkeypatch):
