@@ -1,20 +1,24 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Each rule refuses its own example, before all other rules."""
+"""Each rule refuses its own example, before all other rules; defaults follow from the device, the
+layout and CUDA graphs."""
 
 import argparse
+import os
 import re
 import shlex
 
 import pytest
+import torch
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.megatron_rules import FAMILIES, IN_OTHERS, OF_MEGATRON
 from examples.mimo.common.rules import check
-from examples.mimo.nemotron_vlm.options import run
+from examples.mimo.nemotron_vlm.options import derived, run
 from examples.mimo.nemotron_vlm.options.rules import RULES
 from examples.mimo.nemotron_vlm.options.run import Run
 from megatron.training.arguments import add_megatron_arguments
+from megatron.training.training import get_megatron_optimizer_config
 from tests.unit_tests.examples.nemotron_vlm import preloaded  # noqa: F401 (its parser is quick)
 
 ONLY_ON_MAIN = ("--mtp-hsm", "--save-tokenizer-assets", "--tp-only-amax-red")
@@ -127,3 +131,144 @@ def test_a_line_is_taken(line):
     if "dp=4" in line:
         with pytest.raises(UserError, match="^--eval-global-batch-size 4.*the 1 samples"):
             parsed(f"{line} --eval-iters 1", 8)
+
+
+GROUPED = "--device cuda --data mock --moe-grouped-gemm --bf16"
+CAPACITY = "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
+RECOMPUTE = "--recompute-granularity selective --recompute-modules moe_act"
+LOCAL = "--transformer-impl local --device cuda"
+MOCK = f"{GRAPHS} --data mock"
+PLAIN = f"{ENGINE} --bf16"
+SAVES = "--device cuda --save saved"
+OFFLOAD = "--optimizer-cpu-offload --use-precision-aware-optimizer"
+CP = "--data digits --bf16 --language cp=2"
+LONG = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
+GROWS = "--step-batch-size-schedule '0:16 1K:32' --micro-batch-size 4"  # after 31 samples of 32
+
+FACTS = {
+    # With graphs, macro-batches divide a step.
+    "at once": lambda run: run.args.encoder_macro_batch,
+    # With allgather, token counts stay on the device, which is faster.
+    "dispatcher": lambda run: run.args.moe_token_dispatcher_type,
+    # Packed rows are contiguous where states pass.
+    "tokens": lambda run: run.args.linear_cp_layout,
+    # Collectives overlap unless the host may load kernels amid them.
+    "overlap": lambda run: run.args.overlap_grad_reduce + run.args.overlap_param_gather,
+    # Without the preparation of the dispatch, graphs of routers do not join the stream of counts.
+    "graphs": lambda run: " ".join(part.name for part in run.configs.language.cuda_graph_modules),
+    # Encoders have graphs only if a backward follows; the language model has them in any case.
+    "encoder": lambda run: {part.cuda_graph_impl for part in run.configs.encoders[0].values()},
+    "language": lambda run: run.configs.language.cuda_graph_impl,
+    "asynchronous": lambda run: run.args.async_save + run.args.use_persistent_ckpt_worker,
+    # With a pipeline each microbatch has graphs of its own, whose FP8 weights would grow old.
+    "no FP8 weights kept": lambda run: run.configs.language.disable_parameter_transpose_cache,
+    # cuDNN makes a kernel for each number of tokens; Transformer Engine reads the variables.
+    "cuDNN": lambda _: {os.environ.get(f"NVTE_NORM_{way}_USE_CUDNN") for way in ("FWD", "BWD")},
+    # Megatron's fused one rounds the gradients of the logits to bfloat16, in any precision.
+    "loss": lambda run: (run.args.loss_kernel, run.args.cross_entropy_loss_fusion),
+    "loss without a kernel": lambda run: FACTS["loss"](run),
+    # A short name must not be read as an axis whose name ends alike.
+    "layout": lambda run: str(run.layouts.language),
+    # A flag that a preset turns on has an opposite.
+    "flags": lambda run: (run.args.untie_embeddings_and_output_weights, run.args.add_bias_linear),
+    # Else Transformer Engine's Adam saves 16 bits of each, beside those in the model's weight, and
+    # a run with another optimizer takes them for its master weights.
+    "whole": lambda run: get_megatron_optimizer_config(run.args)[0].store_param_remainders,
+    # A growing batch decays alike in every layout.
+    "decay": lambda run: (
+        *(run.args.global_batch_size, run.args.eval_global_batch_size),
+        run.args.lr_decay_iters,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "fact", "expected"),
+    [
+        (LOCAL, 2, "at once", 2),
+        ("--transformer-impl local", 2, "at once", 1),
+        (f"{LOCAL} --global-batch-size 8", 2, "at once", 1),  # a step of one microbatch
+        (f"{LOCAL} --language pp=2", 2, "at once", 1),
+        (f"{LOCAL} --encoder-macro-batch 3", 2, "at once", 3),
+        (f"{MOCK} --language pp=2", 4, "at once", 1),
+        (f"{MOCK} --language dp=4 --global-batch-size 48", 4, "at once", 1),  # of three
+        (f"{MOCK} --language dp=4 --encoder-macro-batch 4", 4, "at once", 4),  # of two
+        (GROUPED, 4, "dispatcher", "allgather"),
+        (f"{GROUPED} --moe-token-dispatcher-type alltoall", 4, "dispatcher", "alltoall"),
+        (f"{GROUPED} --language ep=2", 4, "dispatcher", "alltoall"),
+        (f"{GROUPED} {GRAPHS} --language tp=2,ep=2,etp=1", 4, "dispatcher", "allgather"),
+        (f"{GROUPED} {GRAPHS} --language ep=4", 4, "dispatcher", "alltoall"),
+        (f"{GROUPED} {GRAPHS} --no-squared-relu --swiglu", 4, "dispatcher", "alltoall"),
+        (f"{GROUPED} --moe-shared-expert-overlap", 4, "dispatcher", "alltoall"),
+        (f"{GROUPED} {RECOMPUTE}", 4, "dispatcher", "alltoall"),
+        (f"{GROUPED} {GRAPHS} {CAPACITY}", 4, "dispatcher", "alltoall"),
+        (f"{GROUPED} {ENGINE} {FP8}", 4, "dispatcher", "alltoall"),
+        (f"{GROUPED} {ENGINE} {FP8} --fp8-parts encoder", 4, "dispatcher", "allgather"),
+        (f"{GROUPED} --placement non-colocated --language dp=2", 4, "dispatcher", "alltoall"),
+        (CP, 4, "tokens", "zigzag"),
+        (f"{CP} {GRAPHS}", 4, "tokens", "zigzag"),
+        (f"{CP} {PACK}", 4, "tokens", "contiguous"),
+        (f"{CP} {PACK} --linear-cp-layout zigzag", 4, "tokens", "zigzag"),
+        (f"{PLAIN} --dynamic-resolution", 1, "overlap", 2),
+        (f"{PLAIN} {MOCK}", 1, "overlap", 2),
+        (f"{PLAIN} {MOCK} --dynamic-resolution", 1, "overlap", 0),
+        (f"{PLAIN} {GRAPHS} --data digits", 1, "overlap", 0),
+        (f"{PLAIN} {GRAPHS} --data digits:2 --pack", 1, "overlap", 0),
+        (MOCK, 1, "graphs", "attn mamba moe_router moe_preprocess"),
+        (
+            *(f"{MOCK} --cuda-graph-modules moe_router attn", 1),
+            *("graphs", "moe_router attn moe_preprocess"),
+        ),
+        (
+            *(f"{MOCK} --bf16 --pack --moe-token-dispatcher-type alltoall", 1),
+            *("graphs", "mamba moe_router moe_preprocess"),
+        ),
+        (f"{GROUPED} {MOCK} --cuda-graph-modules attn moe", 1, "graphs", "attn moe"),
+        (MOCK, 1, "encoder", {"local"}),
+        (f"{MOCK} --freeze encoder", 1, "encoder", {"none"}),
+        (f"{MOCK} --freeze encoder", 1, "language", "local"),
+        (f"{MOCK} --freeze projector", 1, "encoder", {"local"}),
+        (f"{MOCK} --freeze language", 1, "encoder", {"local"}),
+        ("--device cuda", 1, "asynchronous", 0),  # nothing is saved
+        ("--save saved", 1, "asynchronous", 0),
+        (SAVES, 1, "asynchronous", 2),
+        (f"{SAVES} --no-async-save", 1, "asynchronous", 0),
+        (f"{SAVES} --skip-train", 1, "asynchronous", 0),
+        (f"{SAVES} --exit-signal-handler --exit-signal SIGUSR1", 1, "asynchronous", 2),
+        (f"{SAVES} --exit-signal-handler", 1, "asynchronous", 0),
+        (f"{SAVES} --bf16 --dry-run 1 {OFFLOAD}", 1, "asynchronous", 0),
+        (f"{GRAPHS} {FP8} --language pp=1", 2, "no FP8 weights kept", False),
+        (f"{GRAPHS} {FP8} --language pp=2", 2, "no FP8 weights kept", True),
+        (f"{LOCAL} --data mock", 1, "cuDNN", {"1"}),
+        (f"{LOCAL} --model tiny-omni --dynamic-resolution", 1, "cuDNN", {None}),
+        ("--device cpu --data mock", 1, "cuDNN", {None}),
+        (f"{LOCAL} --bf16", 1, "loss", (True, False)),
+        (f"{LOCAL} --bf16 --cross-entropy-loss-fusion", 1, "loss", (False, True)),
+        (f"{LOCAL} --bf16 --no-cross-entropy-loss-fusion", 1, "loss", (False, False)),
+        (f"{LOCAL} --bf16", 1, "loss without a kernel", (False, True)),
+        (f"{LOCAL} --fp16", 1, "loss without a kernel", (False, False)),
+        ("--device cpu", 1, "loss", (False, False)),
+        (f"{LONG} --language vpp=2,etp=1", 4, "layout", "tp=2,pp=2,dp=1,etp=1,vpp=2"),
+        ("", 2, "flags", (True, False)),
+        ("--no-untie-embeddings-and-output-weights --bias-linear", 2, "flags", (False, True)),
+        ("", 2, "whole", True),
+        (f"{GROWS} --train-iters 4", 1, "decay", (16, 16, 6)),  # two steps of 16 samples, two of 32
+        (f"{GROWS} --train-iters 4", 4, "decay", (16, 16, 6)),
+        (f"{GROWS} --train-iters 4 --lr-decay-iters 9", 1, "decay", (16, 16, 9)),
+        (f"{GROWS} --train-samples 96", 1, "decay", (16, 16, None)),
+    ],
+)
+def test_a_default_follows_from_other_options(line, ranks, fact, expected, hopper, monkeypatch):
+    monkeypatch.setattr(derived, "has_loss_kernel", lambda: "without" not in fact)
+    assert FACTS[fact](parsed(line, ranks)) == expected
+
+
+def test_saves_are_synchronous_where_memory_has_segments_that_grow(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert not parsed(SAVES, 1).args.async_save
+
+
+@pytest.mark.parametrize("generation", [8, 10])
+def test_token_counts_stay_on_the_host_of_other_gpus(generation, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (generation, 0))
+    assert parsed(GROUPED, 4).args.moe_token_dispatcher_type == "alltoall"
