@@ -31,22 +31,17 @@ def test_the_same_settings_go_on(args):
     check_resume(args, saved_with(args, **dict.fromkeys(FREE_BY_NAME.split(), "other")))
 
 
-def test_each_setting_of_layers_is_compared(args):
-    compared = [name for name in MODEL if hasattr(args, name) and not FREE.fullmatch(name)]
-    assert {"moe_router_num_groups", "moe_router_pre_softmax", "rotary_interleaved"} <= {*compared}
-    assert {"no_rope_freq", "layernorm_epsilon", "window_size", "quick_geglu"} <= {*compared}
-    for name in compared:
-        with pytest.raises(UserError, match=f"another model was saved there .*{name} other → "):
-            check_resume(args, saved_with(args, **{name: "other"}))
-
-
-def test_each_size_of_an_encoder_is_compared(args):
-    names = [(encoder, size) for encoder, sizes in args.encoder_sizes.items() for size in sizes]
-    assert ("images", "pixel_mean") in names and ("sound", "num_mel_bins") in names
-    for encoder, size in names:
+def test_each_setting_of_layers_and_each_size_of_an_encoder_is_compared(args):
+    settings = {name for name in MODEL if hasattr(args, name) and not FREE.fullmatch(name)}
+    assert {"moe_router_num_groups", "moe_router_pre_softmax", "rotary_interleaved"} <= settings
+    assert {"no_rope_freq", "layernorm_epsilon", "window_size", "quick_geglu"} <= settings
+    sizes = {f"{encoder}.{size}" for encoder, of in args.encoder_sizes.items() for size in of}
+    assert {"images.pixel_mean", "sound.num_mel_bins"} <= sizes
+    for name in settings | sizes:
         saved = saved_with(args)
-        saved.encoder_sizes[encoder][size] = "other"
-        with pytest.raises(UserError, match=rf"another model .*{encoder}\.{size} other → "):
+        encoder, _, size = name.rpartition(".")
+        (saved.encoder_sizes[encoder] if encoder else vars(saved))[size] = "other"
+        with pytest.raises(UserError, match=f"another model was saved there .*{name} other → "):
             check_resume(args, saved)
     saved = saved_with(args)
     del saved.encoder_sizes["sound"]
