@@ -5,17 +5,12 @@
 A row is drawn value by value, and kept if the program takes its command line: the rules are the
 program's own. Of several draws, the one that shows most new triples of values is the next row. So
 the rows depend on the seed, the number of ranks and the rules alone.
-
-    python -m tests.unit_tests.examples.nemotron_vlm.loop.generated RANKS SEED [KIND]  prints rows
 """
 
 import contextlib
 import io
 import itertools
-import os
 import random
-import shlex
-import sys
 from collections.abc import Iterator
 
 from examples.mimo.common.errors import UserError
@@ -173,9 +168,3 @@ def _is_taken(row: Row) -> bool:
 
 def _triples(values: dict) -> set[frozenset]:
     return set(map(frozenset, itertools.combinations(values.items(), 3)))
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's checks ask for it
-    for row in rows(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]):
-        print(f"{row.ranks} ranks: {shlex.join(row.commands[0])}")
