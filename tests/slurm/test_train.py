@@ -1,14 +1,135 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A training run that Slurm interrupts ends with the losses of one that it leaves alone."""
+"""A training run that Slurm interrupts ends with the losses of one that it leaves alone.
+
+The Slurm has two virtual nodes on this host: munged, slurmctld and two slurmd, as root.
+"""
 
 import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.launch import wait_until
-from tests.slurm.cluster import Cluster, why_not
+from tests.e2e.launch import REPOSITORY, wait_until
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
+
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort=26817
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={directory}/munge.socket,cred_expire=5
+CredType=cred/munge
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=5
+StateSaveLocation={directory}
+SlurmdSpoolDir={directory}/spool-%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd-%n.pid
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdLogFile={directory}/slurmd-%n.log
+NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[26818-26819] CPUs=4
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+"""A requeued job starts once credentials have expired (cred_expire), 120 s by default."""
+
+
+def why_not() -> str:
+    """Return what is missing to start a cluster; empty if nothing is."""
+    missing = [name for name in DAEMONS if not shutil.which(name, path=_path())]
+    if missing:
+        return f"{', '.join(missing)} not installed: make test-slurm installs slurm-wlm and munge"
+    return "" if os.geteuid() == 0 else "only root can start Slurm's daemons"
+
+
+def _path() -> str:
+    return f"{os.environ['PATH']}:/usr/sbin:/sbin"
+
+
+class Cluster:
+    """The daemons, and the commands of a user.
+
+    Args:
+        directory: for the daemons' files.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        configuration, host = directory / "slurm.conf", socket.gethostname().partition(".")[0]
+        configuration.write_text(CONFIGURATION.format(host=host, directory=directory))
+        self.environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("SLURM")
+        } | {"PATH": _path(), "SLURM_CONF": str(configuration), "PYTHON": sys.executable}
+        key = directory / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        version = tuple(map(int, re.findall(r"\d+", self.call("slurmd", "-V"))[:2]))
+        # Jobs are in no cgroup: versions before 23.2 cannot say so, and load a plugin all the same.
+        plugin = "disabled" if version >= (23, 2) else "cgroup/v1"
+        (directory / "cgroup.conf").write_text(f"CgroupPlugin={plugin}\n")
+
+    def start(self) -> None:
+        """Start the daemons, and wait for both nodes."""
+        files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log"}
+        files |= {"seed-file": "seed"}
+        options = [f"--{name}={self.directory}/munge.{end}" for name, end in files.items()]
+        self.call("munged", "--force", *options)
+        self.call("slurmctld")
+        for node in ("n1", "n2"):
+            self.call("slurmd", "-N", node)
+        wait_until(lambda: self.call("sinfo", "-h", "-o", "%T %D").split() == ["idle", "2"], 60)
+
+    def stop(self) -> None:
+        """End all jobs, and then the daemons that run."""
+        if (self.directory / "slurmctld.pid").exists():
+            self.call("scancel", "--user=root")
+            wait_until(lambda: not self.call("squeue", "-h"), 60)
+        pids = list(self.directory.glob("*.pid"))
+        for path in pids:
+            os.kill(int(path.read_text()), signal.SIGTERM)
+        wait_until(lambda: not any(path.exists() for path in pids), 30)
+
+    def call(self, *command: object, **environment: str) -> str:
+        """Run a command in the repository, and return its output."""
+        ended = subprocess.run(
+            [str(part) for part in command],
+            cwd=REPOSITORY,
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 0, f"{command}: {ended.stdout}{ended.stderr}"
+        return ended.stdout
+
+    def state(self, job: str) -> dict[str, str]:
+        """Return the fields that ``scontrol show job`` prints."""
+        return dict(re.findall(r"(\w+)=(\S*)", self.call("scontrol", "show", "job", job)))
+
+    def wait(self, job: str, timeout_s: float) -> dict[str, str]:
+        """Wait until a job has ended, and return its state."""
+        going = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED")
+        wait_until(lambda: self.state(job)["JobState"] not in going, timeout_s)
+        return self.state(job)
+
 
 STEPS = 30
 SAVE_INTERVAL = 10
