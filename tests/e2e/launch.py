@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.agent import run_ranks
+from tests.ranks import run_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CHECKOUT = REPOSITORY / "build" / ("next" if os.environ.get("NEXT") else "Megatron-LM")

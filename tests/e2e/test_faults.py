@@ -1,7 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that dies or hangs: torchrun's agent and the limits on collectives end the run, and
-nothing saved is lost."""
+"""How runs end: bad input is one line with the fact and the fix, exit code 2 on every rank, nothing
+written; a rank that dies or hangs ends the run, by torchrun's agent and the limits on collectives,
+and nothing saved is lost; after a signal the last line says what is saved."""
 
 import functools
 import hashlib
@@ -11,21 +12,90 @@ import re
 import signal
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+import pytest
 
 from examples.mimo.nemotron_vlm.loop.metrics import read_metrics
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.training import training
-from tests.agent import run_ranks
-from tests.e2e.launch import end_of, forked, run
+from tests.e2e.launch import (
+    CHECKOUT,
+    LIMIT_S,
+    REPOSITORY,
+    end_of,
+    forked,
+    kill,
+    run,
+    wait_until,
+)
+from tests.ranks import run_ranks
+from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import is_of_this_process
+from tests.unit_tests.test_utilities import HAVE_CUDA
+
+FILE = Path(__file__)
+
+
+def assert_refused(arguments: list[str | Path], *texts: str) -> None:
+    codes, said = run(2, *arguments)
+    assert codes == [2, 2], said
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    for text in texts:
+        assert text in line
+    assert "end of arguments" not in said, "the dump hides the line"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        (["--language", "tp=3"], ["tp=3 must divide", "Nearest that fit: "]),
+        (["--save", FILE / "saved"], ["--save", "cannot write there (Not a directory)"]),
+        (["--load", FILE.parent], [f"--load {FILE.parent}: no checkpoint there"]),
+        pytest.param(
+            ["--device", "cuda"],
+            ["PyTorch finds no GPU here"],
+            marks=pytest.mark.skipif(HAVE_CUDA, reason="there is a GPU"),
+        ),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused(arguments, texts, tmp_path):
+    assert_refused(["--save", tmp_path / "saved", *arguments], *texts)
+    assert not list(tmp_path.glob("saved/*"))
+
+
+def test_a_loss_that_is_not_finite_is_one_line_with_the_cure():
+    codes, said = run(2, "--train-iters", "4", "--lr", "1e30")
+    assert codes == [16, 16], said
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert "the loss of a step is not finite" in line and "lower --lr" in line
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    """The run before has written its report and its options."""
+    page, metrics = tmp_path / "report.html", tmp_path / "metrics.jsonl"
+    report = ("--eval-iters", "1", "--report", page, "--metrics-out", metrics)
+    codes, said = run(1, *report, "--train-iters", "2", "--save-interval", "1", "--save", tmp_path)
+    assert codes == [0], said
+    assert page.read_text().count("<svg") == 4 and f"page: {page.as_uri()}\n" in said
+    before = (tmp_path / "config.yaml").read_text()
+    assert f"\nsave: {tmp_path}\n" in before
+    files = tmp_path.glob("iter_0000002/*.distcp")
+    damaged = max(files, key=lambda file: file.stat().st_size)
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    again = ["--load", tmp_path, "--save", tmp_path, "--log-file", tmp_path / "log.txt"]
+    assert_refused(again, "is damaged", damaged.name, "--ckpt-step 1")
+    assert (tmp_path / "config.yaml").read_text() == before
+
 
 ARGUMENTS = (
     *("--placement", "non-colocated", "--train-iters", "6", "--save-interval", "2"),
     *("--global-batch-size", "8", "--micro-batch-size", "4", "--seed", "1"),
     *("--distributed-timeout-minutes", "1", "--distributed-timeout-seconds-after-init", "20"),
 )
-
 
 FAULTS = {
     "killed while writing": (TorchDistSaveShardedStrategy, "save"),
@@ -107,3 +177,61 @@ def test_a_run_killed_during_a_save_goes_on_from_the_checkpoint_before(tmp_path)
     assert set(re.findall(loaded, after)) == {"2"} and "step 6 of 6: loss" in after
     assert losses(cut) == losses(whole)
     assert [record["step"] for record in read_metrics(cut)] == [1, 2, 3, 4, 5, 6]
+
+
+PROGRAM = "examples/mimo/pretrain_nemotron_vlm.py"
+LAUNCHER = ("--standalone", "--nproc-per-node", "2", PROGRAM)
+ALONE = ()
+SMALL = ("--train-iters", "100000", "--global-batch-size", "2", "--micro-batch-size", "1")
+SMALL += ("--eval-iters", "0", "--seq-length", "32")
+SAVED = "--save-interval 2 --exit-interval 100000 --save {save}"
+HANDLED = SAVED + " --load {save} --exit-signal-handler"
+STANDS = "step {step} is saved in {save}; the same command"
+ANEW = "with --load {save}, without --finetune and --ckpt-step, goes on from there"
+
+
+@pytest.mark.parametrize(
+    ("start", "sent", "options", "code", "line"),
+    [
+        (LAUNCHER, signal.SIGINT, "", 130, "nothing is saved: there is no --save"),
+        (ALONE, signal.SIGTERM, SAVED, -signal.SIGTERM, f"{STANDS} {ANEW}"),
+        (LAUNCHER, signal.SIGTERM, HANDLED, 0, f"left as asked: {STANDS} goes on from there"),
+    ],
+    ids=["Ctrl-C", "SIGTERM of one process", "SIGTERM that the launcher hands on"],
+)
+def test_the_last_line_says_what_is_saved_and_how_to_go_on(
+    start, sent, options, code, line, tmp_path
+):
+    save, said, metrics = tmp_path / "saved", tmp_path / "said", tmp_path / "metrics.jsonl"
+    words = [*start, *SMALL, "--metrics-out", str(metrics), *options.format(save=save).split()]
+    started = forked(_start, words, said=said)
+    tracker = save / "latest_checkpointed_iteration.txt"
+    begun = tracker if options else metrics
+    try:
+        wait_until(lambda: (begun.exists() and begun.read_text()) or _ended(started), LIMIT_S)
+        (os.kill if options == HANDLED else os.killpg)(started.pid, sent)
+        ended, text = end_of(started), said.read_text()
+    finally:
+        kill(started)
+    assert ended == code, text
+    line = line.format(step=tracker.read_text() if options else "", save=save)
+    reason = f"error: ended by {sent.name}: " if code else ""
+    assert text.splitlines()[-1] == reason + line
+    assert "Traceback" not in text and len(text.splitlines()) < 20, text
+
+
+def _start(words: list[str]) -> int:
+    """Be the launcher, or the program alone, with a process group of its own."""
+    from examples.mimo.common.launch import launch
+    from examples.mimo.pretrain_nemotron_vlm import main
+
+    os.setsid()
+    for name in filter(is_of_this_process, list(os.environ)):  # a test before may have set it
+        del os.environ[name]
+    os.environ["PYTHONPATH"] = f"{CHECKOUT}{os.pathsep}{REPOSITORY}"
+    return launch(words) if words[0] == LAUNCHER[0] else main(words)
+
+
+def _ended(process: BaseProcess) -> bool:
+    assert process.is_alive(), "it ended before the signal"
+    return False

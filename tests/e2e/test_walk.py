@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from tests.agent import run_ranks
 from tests.e2e.launch import CHECKOUT, REPOSITORY, end_of, forked
+from tests.ranks import run_ranks
 from tests.unit_tests.checkpoint.conversions import convert, tensors_of
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_omni
