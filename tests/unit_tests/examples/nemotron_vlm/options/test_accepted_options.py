@@ -50,19 +50,16 @@ VALUES = {
     "--fp32-residual-connection": "--bf16",
     "--hybrid-layer-pattern": STAGES,
     "--inference-cuda-graph-scope": "none",
-    "--linear-attention-freq": "2",
     "--log-memory-interval": "100",
     "--lr-decay-samples": "64 --train-samples 64",
     "--lr-warmup-samples": "32 --train-samples 64",
     "--min-lr": "0.0001",
     "--moe-enable-deepep": "--moe-token-dispatcher-type flex",
-    "--moe-layer-freq": "2",
     "--moe-router-group-topk": "2 --moe-router-num-groups 4",
     "--moe-router-padding-for-fp8": "--fp8-format hybrid --fp8-recipe tensorwise",
     "--moe-router-padding-for-quantization": "--fp8-format hybrid --fp8-recipe tensorwise",
     "--moe-router-score-function": "softmax --no-moe-router-enable-expert-bias",
     "--mtp-num-layers": "1 --hybrid-layer-pattern MEM*|MEM*/E*",
-    "--no-rope-freq": "2",
     "--optimizer-cpu-offload": "--use-precision-aware-optimizer --bf16",
     "--overlap-p2p-communication-warmup-flush": f"--language {LAYOUT},vpp=2",
     "--quick-geglu": "--no-squared-relu",
@@ -74,7 +71,6 @@ VALUES = {
     "--te-precision-config-file": "recipe.yaml",
     "--use-rotary-position-embeddings": "--no-rope-fusion",
     "--weight-decay-incr-style": "linear --start-weight-decay 0 --end-weight-decay 0.1",
-    "--window-attn-skip-freq": "2",
     "--window-size": "4,0",
 }
 """Values of options for which no rule finds one, and the options that they need beside them."""
@@ -116,7 +112,7 @@ def _line(action, now):
     elif action.type in (int, float):
         value = str(action.type(now / 2 if action.type is float else now * 2) if now else 2)
     else:
-        value = "x"
+        value = "2" if action.type else "x"
     return [option] + [value] * (action.nargs if isinstance(action.nargs, int) else 1)
 
 
