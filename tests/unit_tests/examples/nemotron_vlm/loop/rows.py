@@ -44,23 +44,20 @@ class Row:
         """The first layout and those that go on."""
         return [(self.encoder, self.language, self.options), *self.then]
 
-    def batch(self, language: str) -> tuple[str, ...]:
-        """Options for the batch in a layout of the language model, with dp=1 if it says no dp."""
-        return MODELS[self.model].batch(*self.microbatches_and_dp(language))
-
     def microbatches_and_dp(self, language: str) -> tuple[int, int]:
-        """Microbatches of a step, and DP size, in a layout of the language model."""
+        """Microbatches of a step, and DP size (1 if it is not given), in the language's layout."""
         layout = parse_layout(language, "language")
         return self.microbatches or (layout.pp if layout.pp > 1 else 2), layout.dp or 1
 
     @property
     def commands(self) -> list[tuple[str, ...]]:
         """The options of each layout's run: the model's, the layout's and the batch's."""
-        shared, found = (*MODELS[self.model].options, *self.common), []
+        model, found = MODELS[self.model], []
         for encoder, language, options in self.layouts:
             encoders = [word for each in encoder.split() for word in ("--encoder", each)]
-            layout = (*encoders, "--language", language, *self.batch(language))
-            found.append((*shared, *layout, *options))
+            batch = model.batch(*self.microbatches_and_dp(language))
+            layout = (*encoders, "--language", language, *batch)
+            found.append((*model.options, *self.common, *layout, *options))
         return found
 
 
@@ -172,6 +169,12 @@ ON_CPUS = {
         Row(4, "fp16 on CPUs", "tp=2,dp=2", PIPELINE),
     ],
     "development recipe": [Row(4, "development recipe", "tp=2,dp=2", PIPELINE)],
+    "bit for bit": [
+        Row(4, "bit for bit", "dp=4", "dp=4", microbatches=1),
+        Row(4, "bit for bit", "dp=4", "pp=4,dp=1"),
+        Row(4, "bit for bit", "pp=2,dp=1", "pp=2,dp=1", APART),
+        Row(2, "bit for bit", "dp=2", "pp=2,dp=1,vpp=2"),
+    ],
     "checkpoints in other layouts": [
         Row(4, "few experts", *ON_PP, then=(APART_ON_CP, ON_DP, APART_ON_PP)),
         Row(4, "few experts", *APART_ON_TP, then=(ON_TP_ETP, ON_CP, APART_ON_TP)),

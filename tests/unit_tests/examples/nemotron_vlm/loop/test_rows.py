@@ -21,7 +21,6 @@ from megatron.core.distributed import param_and_grad_buffer
 from tests.unit_tests.examples.nemotron_vlm.loop.generated import FACTORS, rows, values_of_rows
 from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
-    APART,
     FLAT,
     ON_CPUS,
     OVERLAP,
@@ -29,21 +28,10 @@ from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
     WEIGHTS,
     Row,
 )
-from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import check, with_one_ranks
+from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import check
 from tests.unit_tests.examples.nemotron_vlm.runs import OWN_DEFAULTS, from_last_rank
 from tests.unit_tests.models.mimo.one_step import check_weights
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
-
-BIT_FOR_BIT = {
-    "bit for bit": [
-        Row(4, "bit for bit", "dp=4", "dp=4", microbatches=1),
-        Row(4, "bit for bit", "dp=4", "pp=4,dp=1"),
-        Row(4, "bit for bit", "pp=2,dp=1", "pp=2,dp=1", APART),
-        Row(2, "bit for bit", "dp=2", "pp=2,dp=1,vpp=2"),
-    ]
-}
-"""Rows whose losses and gradient norms are those of one rank to the last bit; it has microbatches
-of as many samples."""
 
 SEED = 2
 DRAWN = {(8, ""): (SEED, 6), (4, ""): (SEED, 8), (4, "adapted"): (4, 1)}
@@ -70,8 +58,18 @@ def parameters(groups: dict[str, list[Row]]) -> list:
     ]
 
 
+@pytest.fixture
+def deterministic():
+    """Undo what ``--deterministic-mode`` and reduction in rank order set for the whole process."""
+    reduce_scatter = param_and_grad_buffer.dist_reduce_scatter_func
+    with mock.patch.dict(os.environ):
+        yield
+    torch.use_deterministic_algorithms(False)
+    param_and_grad_buffer.dist_reduce_scatter_func = reduce_scatter
+
+
 @pytest.mark.parametrize("row", parameters(ON_CPUS))
-def test_trajectory_is_one_ranks(row, shared_path, record_property):
+def test_trajectory_is_one_ranks(row, deterministic, shared_path, record_property):
     check(row, record_property, saved=shared_path)
 
 
@@ -115,22 +113,6 @@ def test_encoders_that_some_ranks_do_not_run_reduce_after_the_backward(
     monkeypatch.setattr(EncoderStage, "runs_on_every_rank", False)
     encoders = "images:tp=2,dp=2 sound:dp=4"
     check(Row(4, "sound and images", encoders, language, OVERLAP), record_property)
-
-
-@pytest.fixture
-def deterministic():
-    """Undo what ``--deterministic-mode`` and reduction in rank order set for the whole process."""
-    reduce_scatter = param_and_grad_buffer.dist_reduce_scatter_func
-    with mock.patch.dict(os.environ):
-        yield
-    torch.use_deterministic_algorithms(False)
-    param_and_grad_buffer.dist_reduce_scatter_func = reduce_scatter
-
-
-@pytest.mark.parametrize("row", parameters(BIT_FOR_BIT))
-def test_trajectory_is_one_ranks_bit_for_bit(row, deterministic):
-    found, expected = with_one_ranks(row)
-    assert found == expected
 
 
 @pytest.mark.parametrize("row", parameters(WEIGHTS))
