@@ -69,6 +69,14 @@ RECIPE = """
 """The command of upstream's 20-layer development recipe for a Nemotron VLM, with small widths and
 fewer experts, without the options that are this program's defaults."""
 
+PROPORTIONAL_STEP = (
+    *("--train-iters", "1", "--lr", "1e6", "--adam-eps", "100"),
+    *("--clip-grad", "0", "--weight-decay", "0"),
+)
+"""Adam's first step with an epsilon far above all gradients: weights move by 10⁴ × gradient, to 1%,
+far above their own rounding. So a gradient of the wrong size shows, which Adam and clipping would
+otherwise hide."""
+
 ENGINE = ("--transformer-impl", "transformer_engine")
 TWO_DIGITS = ("--data", "digits:2")
 CALM = ("--lr", "1e-5")  # otherwise Adam takes full steps of rounding: one-GPU runs differ by 3 %
@@ -94,6 +102,7 @@ GROWING = ("--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4"
 MODELS = {
     "tiny": Model(FOUR_LAYERS),
     "own defaults": Model(OWN_DEFAULTS, steps=STEPS),
+    "one step": Model((*FOUR_LAYERS, *PROPORTIONAL_STEP, "--seq-length", "16"), samples=16),
     "65 words": Model((*FOUR_LAYERS, "--data", "mock", "--vocab-size", "65")),
     "65 words, later ones too": Model((*MTP, "--data", "mock", "--vocab-size", "65")),
     "24 samples": Model((*OWN_DEFAULTS, *FOUR_LAYERS), samples=24),

@@ -202,12 +202,12 @@ ON_CPUS = {
 
 WEIGHTS = {
     "whole samples": [
-        Row(8, "tiny", "tp=1,dp=8", "tp=4,dp=2,ep=2,etp=1"),
-        Row(8, "tiny", "tp=4,dp=2", "pp=2,dp=4,ep=4,vpp=2", microbatches=4),
-        Row(8, "tiny", "tp=1,dp=8", "cp=2,pp=2,dp=2,ep=2", microbatches=4),
+        Row(8, "one step", "tp=1,dp=8", "tp=4,dp=2,ep=2,etp=1"),
+        Row(8, "one step", "tp=4,dp=2", "pp=2,dp=4,ep=4,vpp=2", microbatches=4),
+        Row(8, "one step", "tp=1,dp=8", "cp=2,pp=2,dp=2,ep=2", microbatches=4),
     ],
     "silent errors": [
-        Row(4, "tiny", "dp=4", language, options, common, microbatches=4)
+        Row(4, "one step", "dp=4", language, options, common, microbatches=4)
         for language, options, common in (
             ("tp=2,pp=2,dp=1,ep=2,etp=1", (), ("--no-untie-embeddings-and-output-weights",)),
             (

@@ -11,9 +11,9 @@ import torch
 
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.options.run import Run
-from tests.unit_tests.examples.nemotron_vlm.loop.models import PACK
+from tests.unit_tests.examples.nemotron_vlm.loop.models import PACK, PROPORTIONAL_STEP
 from tests.unit_tests.examples.nemotron_vlm.runs import FOUR_LAYERS, LOCAL, SMALL, trainer
-from tests.unit_tests.models.mimo.one_step import PROPORTIONAL_STEP, TOLERANCE
+from tests.unit_tests.models.mimo.one_step import TOLERANCE
 from tests.unit_tests.models.mimo.weights import (
     Weights,
     assert_shards_moved_alike,

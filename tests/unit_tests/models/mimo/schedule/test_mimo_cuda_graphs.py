@@ -14,8 +14,8 @@ from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.token_layout import pad_lengths
 from megatron.core.transformer.colocated_graphs import modules_alone, of_one_shape
 from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import Row
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
-from tests.unit_tests.models.mimo.one_step import arguments
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 
@@ -29,7 +29,8 @@ class TestRecording:
         def note(*_):
             found.append(modules_alone.is_on)
 
-        with trainer(*arguments("dp=2", "pp=2,dp=1"), "--train-iters", "2", "--lr", "1e-3") as run:
+        (line,) = Row(2, "one step", "dp=2", "pp=2,dp=1").commands
+        with trainer(*line, "--train-iters", "2", "--lr", "1e-3") as run:
             stage = run.stages[0]
             stage.config.cuda_graph_impl = "local"
             finalize = stage.config.finalize_model_grads_func
