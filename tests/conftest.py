@@ -11,7 +11,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,16 +28,6 @@ BEFORE = frozenset(Path(os.environ[BEGUN]).read_text().splitlines() if BEGUN in 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # Programs set it before they import PyTorch; Megatron's checks ask for it.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-
-
-@pytest.fixture(autouse=True)
-def _attention_backend_is_forgotten() -> Iterator[None]:
-    """Forget the backend that a model noted in the environment; the next model may have another."""
-    before = set(os.environ)
-    yield
-    for name in set(os.environ) - before:
-        if name.startswith("NVTE_"):
-            del os.environ[name]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
