@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts: rules, and what the refusals propose; no process needed."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -22,33 +23,27 @@ from examples.mimo.nemotron_vlm.options.layout_rules import derive, ranks_of_mod
 BATCH = Batch(global_size=32, micro_size=4, seq_length=32)
 
 
-def resolved(
-    encoder: str,
-    language: str,
+def resolve(
+    encoders: Sequence[Layout],
+    language: Layout,
+    batch: Batch,
     world: int,
-    batch: Batch = BATCH,
+    preset: VLMPreset,
     placement: str = COLOCATED,
-    preset: VLMPreset | None = None,
 ) -> Layouts:
     """Complete layouts as a run does; a broken rule raises UserError."""
-    preset = preset or tiny()
-    parsed = [parse_layout(encoder, "encoder")] * len(preset.encoders)
-    parsed = parsed, parse_layout(language, "language")
-    ranks = ranks_of_modules(*parsed, world, placement)
-    layouts = derive(*parsed, batch, world, placement)
+    layouts = derive(encoders, language, batch, world, placement)
+    ranks = ranks_of_modules(encoders, language, world, placement)
     if broken := violation(layouts, ranks, preset):
         raise UserError(broken)
     return layouts
 
 
-def test_reads_axes_in_any_order():
-    assert parse_layout("dp=4, tp=2", "encoder") == Layout(tp=2, dp=4)
-
-
-@pytest.mark.parametrize("text", ["tp", "tp=0", "tp=two", "xp=2", "tp=-1", "tp=2,tp=2"])
-def test_refuses_what_is_no_layout(text):
-    with pytest.raises(UserError, match="--language"):
-        parse_layout(text, "language")
+def resolved(
+    encoder: str, language: str, world: int, batch: Batch = BATCH, placement: str = COLOCATED
+) -> Layouts:
+    parsed = [parse_layout(encoder, "encoder")], parse_layout(language, "language")
+    return resolve(*parsed, batch, world, tiny(), placement)
 
 
 class TestRules:
@@ -115,20 +110,21 @@ class TestRules:
         preset = replace(preset, language=replace(preset.language, **sizes))
         batch = Batch(global_size=32, micro_size=4, seq_length=96)
         with pytest.raises(UserError, match=text):
-            resolved("tp=1", "tp=4", 4, batch, preset=preset)
-        resolved("tp=1", "cp=3", 3, batch, preset=preset)
+            resolve([Layout()], parse_layout("tp=4", "language"), batch, 4, preset)
+        resolve([Layout()], parse_layout("cp=3", "language"), batch, 3, preset)
 
     @pytest.mark.parametrize(
-        ("encoder", "language", "ranks", "batch", "text"),
+        ("layouts", "batch", "text"),
         [
-            ("tp=4,dp=3", "cp=3,dp=4", 12, (12, 3, 36), "must divide the other.*Near"),
-            ("dp=8", "tp=4,dp=2", 8, (32, 2, 32), "dp=8 must divide the 4 samples"),
+            ((Layout(tp=4, dp=3), Layout(cp=3, dp=4)), (12, 3, 36), "must divide the other.*Near"),
+            ((Layout(dp=8), Layout(tp=4, dp=2)), (32, 2, 32), "dp=8 must divide the 4 samples"),
         ],
     )
-    def test_dp_sizes_that_need_colocated_modules(self, encoder, language, ranks, batch, text):
-        resolved(encoder, language, ranks, Batch(*batch))
+    def test_dp_sizes_that_need_colocated_modules(self, layouts, batch, text):
+        encoder, language = layouts
+        resolve([encoder], language, Batch(*batch), language.size, tiny())
         with pytest.raises(UserError, match=text):
-            resolved(encoder, language, 2 * ranks, Batch(*batch), NON_COLOCATED)
+            resolve([encoder], language, Batch(*batch), 2 * language.size, tiny(), NON_COLOCATED)
 
     @pytest.mark.parametrize("asked", ["tp=8", "tp=2,pp=2,dp=3,ep=4,etp=1,vpp=2"])
     def test_proposes_layouts_that_fit_with_the_expert_and_virtual_sizes(self, asked):
@@ -152,4 +148,5 @@ class TestRules:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_fits_one_rank(name):
-    resolved("tp=1", "tp=1", 1, Batch(1, 1, 1024), preset=PRESETS[name]())
+    one, preset = Batch(1, 1, 1024), PRESETS[name]()
+    resolve([Layout()] * len(preset.encoders), Layout(), one, 1, preset)
