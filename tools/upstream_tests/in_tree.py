@@ -124,7 +124,7 @@ def run_file(file: str, done: list[str], record: Path) -> None:
 
 def main(overlay: Path, records: Path) -> None:
     sys.path.append(str(Path(__file__).parents[2] / "tests"))
-    from agent import run_ranks
+    from ranks import run_ranks
 
     del sys.path[-1]  # tests must not find our modules
     stand_in(overlay / "megatron/core/cpu_runtime")
