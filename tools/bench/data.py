@@ -84,7 +84,7 @@ def indexed(path: Path, samples: int) -> dict[str, float]:
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     row = int(table[1][table[1] <= SEQ_LENGTH].sum()) // SEQ_LENGTH // 2  # in mid-epoch
-    costs = Namespace(costs=lambda _, at, count: stream.costs(np.arange(at, at + count)))
+    costs = Namespace(costs=lambda _, at, count: stream.costs(at, count))
     packed = partial(Rows, costs, "train", SEQ_LENGTH, Packing())
     counting, place = timed(lambda: packed().window_of(row))
     resume, _ = timed(lambda: packed(start=place).samples(row, 1))
