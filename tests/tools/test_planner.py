@@ -73,6 +73,11 @@ def test_memory_is_within_5_percent_of_measured_runs_and_time_orders_them(monkey
     assert np.corrcoef(ranks)[0, 1] > 0.85
 
 
+def test_no_more_microbatches_are_encoded_at_once_than_a_step_has():
+    task = task_of("--encoder-macro-batch", "100", world=1)
+    assert Plan(task, task.options.layouts, schedule=task.options.schedule).encoded_at_once == 64
+
+
 def test_frozen_weights_have_no_gradient_and_graphs_no_launches():
     """Without launches, compute is in proportion to passes: forward, inputs' and weights'."""
     words = f"--device cuda --bf16 --transformer-impl transformer_engine --model {LARGE}".split()

@@ -21,4 +21,4 @@ class EncoderSchedule:
 
     def at_once(self, pp: int, microbatches: int) -> int:
         """Return the number of microbatches that are encoded at once."""
-        return microbatches if pp > 1 else self.macro_batch
+        return microbatches if pp > 1 else min(self.macro_batch, microbatches)
