@@ -72,7 +72,7 @@ class Best:
 
 def _read(folder: Path, name: str) -> tuple[int, float | None]:
     """Return step and score of the best checkpoint; 0 and None if there is none by this score."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads((folder / FILE).read_text())
         return int(found["step"]), float(found[name])
     return 0, None
@@ -86,7 +86,7 @@ def best_of(folder: Path) -> Path:
     """
     try:
         return folder / f"iter_{int(json.loads((folder / FILE).read_text())['step']):07d}"
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{folder}/best: {FILE} there names no checkpoint; --keep-best eval_loss writes it"
         ) from error
