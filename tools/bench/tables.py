@@ -20,7 +20,7 @@ HEADLINE = {
     ("real-heads", "later, quiet host"): (
         "packed conversations, images of any size, clips and sounds, dp=2, CUDA graphs"
     ),
-    ("real-graphs", "dp=2"): "the same without graphs, one microbatch encoded at once",
+    ("real-graphs", "dp=2"): "an earlier program, without graphs, one microbatch encoded at once",
     ("published", "align, CUDA graphs"): "the published 33.0 B on such rows, projectors trained",
     ("published", "LoRA, CUDA graphs"): "the same, adapters of rank 16 on all linear layers, too",
     ("published", "full fine-tuning"): (
