@@ -3,6 +3,7 @@
 """The planner against measured runs, Megatron's counts, models, groups and orders."""
 
 import json
+import math
 import re
 import shlex
 from argparse import Namespace
@@ -30,6 +31,7 @@ from megatron.core import cpu_runtime
 from megatron.core.models.mimo.setup.module_groups import make_grid
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 from megatron.core.process_groups_from_grid import DENSE_FIELDS, EXPERT_FIELDS, EXPERT_VIEW
+from megatron.core.transformer.lora import is_adapter
 from megatron.training.training import num_floating_point_operations
 
 H200 = find_machine("h200")
@@ -82,6 +84,7 @@ def test_frozen_weights_have_no_gradient_and_graphs_no_launches():
     """Without launches, compute is in proportion to passes: forward, inputs' and weights'."""
     words = f"--device cuda --bf16 --transformer-impl transformer_engine --model {LARGE}".split()
     none = {"overhead": dict.fromkeys(H200.overhead, 0.0), "microbatch_overhead": 0.0}
+    none["memory_bandwidth"] = math.inf
 
     def compute(*more: str, **figures) -> float:
         task = task_of(*words, *more, world=1, **figures)
@@ -95,6 +98,25 @@ def test_frozen_weights_have_no_gradient_and_graphs_no_launches():
         assert compute(*frozen, **none) == pytest.approx(encoder / 3 + language * 2 / 3)
     graphs = "--cuda-graph-impl", "local"
     assert compute(*graphs, **none) == whole < compute(*graphs) < compute()
+
+
+def test_adapters_read_and_write_what_their_layers_do():
+    """Six times each input and output; a routed expert's has a share of the tokens."""
+    words = (
+        f"--bf16 --model {LARGE} --num-layers 12 --hybrid-layer-pattern MEMEM*EMEMEM --lora-dim 8"
+    )
+    found = []
+    for bandwidth in (1e12, math.inf):
+        figures = {"overhead": dict.fromkeys(H200.overhead, 0.0), "memory_bandwidth": bandwidth}
+        task = task_of(*words.split(), world=1, **figures)
+        found.append(step_time(Plan(task, task.options.layouts))["compute"])
+    p, widths = task.preset.language, 0.0
+    with stages_on_meta(task.options, 0) as (stage,):
+        for name, weight in stage.named_parameters():
+            share = p.moe_router_topk / p.num_experts if ".experts." in name else 1.0
+            widths += share * weight.numel() / 8 * is_adapter(name)
+    moved = 6 * widths * 64 * task.options.args.seq_length * 2
+    assert found[0] - found[1] == pytest.approx(moved / 1e12, rel=0.1)
 
 
 @pytest.mark.parametrize("kind", "*EG-M")

@@ -27,6 +27,11 @@ PASSES = 3.0
 GATHERS = 5
 """Collectives of a layer over TP with sequence parallelism: an all-gather and a reduce-scatter in
 the forward; both again in the backward, and one more all-gather for the weights' gradient."""
+TILE = 128
+"""Rows that a product computes at once: the last rows of an expert fill half of them."""
+ADAPTED = 12
+"""How often an adapter reads or writes its layer's inputs: six times, and its outputs as often, of
+which a layer of two products has as many."""
 COSTS = ("compute", "communication", "recompute")
 """Parts of an array of costs: seconds of forward and backward, of both ways of collectives, and of
 forwards that run again."""
@@ -73,13 +78,22 @@ def language_chunks(
     tokens, of_layer = tokens_of(lay, batch), {}
     size = tokens * p.hidden_size * machine.precision
     gather = machine.gather(groups["tp"], size * lay.tp)
+    adapters = task.options.adapters
+    is_adapted = adapters is not None and LANGUAGE in adapters.parts
     captured = ""  # kinds of layers that CUDA graphs launch as a whole
     if task.options.args.cuda_graph_impl == "local":
         # Elsewhere the host asks for the experts' counts. Colocated, the first rank is 0.
         is_near = lay.ep <= 2 and lay.etp == 1 and not first and recompute == "none"
         captured = "MGE" if is_near else "MG"
     for kind in set(p.hybrid_layer_pattern) - {"|"}:
-        compute = passes * machine.seconds(language_layer(kind, p, lay, batch).work)
+        layer = language_layer(kind, p, lay, batch)
+        work = layer.work.copy()
+        if kind == "E":
+            work["experts"] *= 1 + TILE / 2 * p.num_experts / lay.ep / (tokens * p.moe_router_topk)
+        compute = passes * machine.seconds(work)
+        if is_adapted:
+            moved = ADAPTED * layer.for_weights * machine.precision
+            compute += moved / machine.memory_bandwidth
         launches, exchanged = machine.overhead[kind], 0.0
         if kind == "E":
             launches += p.num_experts / lay.ep * machine.overhead["expert"]
@@ -107,7 +121,7 @@ def encoder_cost(plan: Plan, inputs: Inputs, lay: Layout) -> np.ndarray:
     is_inert = (inputs.encoder.name, "encoder") in plan.task.inert
     passes = 1.0 if is_inert else PASSES  # the projector's work is little
     work *= passes / PASSES
-    launches = layers * machine.overhead["vit"]
+    launches = layers * machine.overhead["vit"] * passes / PASSES
     compute = math.hypot(work / (lay.tp * lay.pp), launches / lay.pp)
     group = groups_of(lay, machine.gpus_per_node)["tp"]
     sent = 8 * layers / lay.pp * machine.gather(group, summed * machine.precision)
@@ -141,4 +155,4 @@ def after_backward(task: Task, layouts: Layouts) -> tuple[float, float]:
     for group, numbers in zip(replicas, most, strict=True):
         sent += machine.gather(group, (gradient + width) * numbers)
         adam += in_adam * numbers / group.size + gradient * numbers
-    return sent, adam / machine.optimizer_bandwidth + machine.step_overhead
+    return sent, adam / machine.memory_bandwidth + machine.step_overhead
