@@ -1,10 +1,11 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Gated delta rule with the arguments of the `fla` kernel."""
+"""Functions that the gated delta net imports from `fla`, with the same names and arguments."""
 
 import torch
 from torch import Tensor
 
+from .causal_conv1d import causal_conv1d_fn
 from .chunked_scan import Enter, chunked_scan, seq_idx_from_cu_seqlens
 
 
@@ -66,3 +67,18 @@ def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
     """Compute `x / sqrt(sum(x^2) + eps)` along `dim`, in fp32 or wider."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().sum(dim, keepdim=True) + eps)).to(x.dtype)
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    initial_state: None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """Depthwise causal convolution of `x [B, S, D]` with `weight [D, W]`, without states."""
+    seq_idx = None if cu_seqlens is None else seq_idx_from_cu_seqlens(cu_seqlens, x.shape[1])
+    y = causal_conv1d_fn(x.transpose(1, 2), weight, bias, seq_idx, activation=activation)
+    return y.transpose(1, 2), None
