@@ -16,7 +16,6 @@ Execute in the layers, without waiting for the device::
 Attention and recurrent layers plan by `attention_plan` and `recurrence_plan`.
 """
 
-from megatron.core.token_layout.device_copy import copied_to
 from megatron.core.token_layout.exchange import Moving, exchange, gather_tokens
 from megatron.core.token_layout.layouts import (
     TokenLayout,
@@ -27,6 +26,7 @@ from megatron.core.token_layout.layouts import (
 )
 from megatron.core.token_layout.padded_lengths import (
     PaddedLengths,
+    copied_to,
     lengths_of_batch,
     pad_lengths,
 )

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.token_layout.device_copy import copied_to
-from megatron.core.token_layout.padded_lengths import PaddedLengths
+from megatron.core.token_layout.padded_lengths import PaddedLengths, copied_to
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Padded token numbering, which all layouts of a batch share."""
+"""Padded token numbering, which all layouts of a batch share, and the copy of plans to a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.token_layout.device_copy import copied_to
 
 
 @dataclass(frozen=True)
@@ -154,3 +153,14 @@ def lengths_of_batch(packed_seq_params: PackedSeqParams | None, total: int) -> P
             f"{total} tokens that the CP ranks hold; they count those of all ranks, with padding"
         )
     return lengths
+
+
+def copied_to(device: torch.device | str, tensor: Tensor) -> Tensor:
+    """Copy a host tensor to ``device`` without making the host wait.
+
+    The copy is made from pinned memory: CUDA copies 64 KiB or more of unpinned memory only after
+    all earlier work of the stream, for which the host would wait.
+    """
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

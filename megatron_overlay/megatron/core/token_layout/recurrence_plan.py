@@ -20,9 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.token_layout.device_copy import copied_to
 from megatron.core.token_layout.layouts import check_zigzag_lengths
-from megatron.core.token_layout.padded_lengths import PaddedLengths
+from megatron.core.token_layout.padded_lengths import PaddedLengths, copied_to
 from megatron.core.token_layout.route import Route
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.token_layout.device_copy import copied_to
 from megatron.core.token_layout.layouts import TokenLayout
+from megatron.core.token_layout.padded_lengths import copied_to
 
 
 @dataclass(frozen=True, eq=False)

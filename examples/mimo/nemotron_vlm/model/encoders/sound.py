@@ -47,7 +47,7 @@ from examples.mimo.nemotron_vlm.model.names import SOUND
 from megatron.core.models.mimo.forward.flops import mlp_flops
 from megatron.core.models.mimo.setup.initialization import Draw, filled, normal
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.token_layout.device_copy import copied_to
+from megatron.core.token_layout import copied_to
 from megatron.core.transformer import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -26,8 +26,7 @@ from examples.mimo.nemotron_vlm.model.media_sizes import (
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.models.vision.radio import RADIOViTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.token_layout import PaddedLengths
-from megatron.core.token_layout.device_copy import copied_to
+from megatron.core.token_layout import PaddedLengths, copied_to
 
 
 class GroupedRADIO(RADIOViTModel):
