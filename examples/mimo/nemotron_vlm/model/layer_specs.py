@@ -64,8 +64,7 @@ def _transformer_engine(has_flash4: bool, has_own_experts: bool) -> LayerSpecs:
     )
     from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet
     from megatron.core.transformer.mlp import MLP
-    from megatron.core.transformer.moe.grouped_experts import with_grouped_experts
-    from megatron.core.transformer.moe.layout_free_router import with_layout_free_router
+    from megatron.core.transformer.moe.grouped_experts import with_own_parts
 
     class BiasInGemm(TELayerNormColumnParallelLinear):
         """Adds its bias in the GEMM; MLP would add it in a separate pass before an exact GELU."""
@@ -97,8 +96,7 @@ def _transformer_engine(has_flash4: bool, has_own_experts: bool) -> LayerSpecs:
         own = get_moe_module_spec(use_te=False, num_experts=1).keywords["submodules"].experts
         parts = replace(builder.keywords["submodules"], experts=own)
         builder = partial(builder.func, submodules=parts)
-    experts = with_grouped_experts(with_layout_free_router(builder))
-    moe = replace(moe, submodules=replace(moe.submodules, mlp=experts))
+    moe = replace(moe, submodules=replace(moe.submodules, mlp=with_own_parts(builder)))
     return LayerSpecs(
         vit_layer=replace(
             vit,

@@ -97,7 +97,7 @@ class Adapter(nn.Module):
     def weights(self) -> tuple[Tensor, Tensor]:
         """Return A and B, once DDP has gathered them; of an expert, the backward sums the gradient
         of the whole one over the expert's tensor-parallel ranks."""
-        first, second = map(_gathered, (self.linear_in, self.linear_out))
+        (first,), (second,) = map(gathered_weights, (self.linear_in, self.linear_out))
         if self.is_expert and self.mode == "column":
             first = copy_to_tensor_model_parallel_region(first, group=self.group)
         if self.is_expert and self.mode == "row":
@@ -192,8 +192,8 @@ def parallel_mode(layer: nn.Module) -> str | None:
     return getattr(layer, "parallel_mode", None)  # Transformer Engine's
 
 
-def _gathered(layer: nn.Module) -> Tensor:
-    """Return a layer's weight; its forward pre-hooks wait for DDP's parameter gather."""
+def gathered_weights(layer: nn.Module) -> list[Tensor]:
+    """Return a layer's weights; its forward pre-hooks wait for DDP's parameter gather."""
     for hook in layer._forward_pre_hooks.values():
         hook(layer, ())
-    return layer.weight
+    return list(layer.parameters(recurse=False))

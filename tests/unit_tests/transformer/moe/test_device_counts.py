@@ -22,11 +22,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import grouped_experts
 from megatron.core.transformer.moe.device_counts import DeviceCountDispatcher, counts_stay_on_device
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
-from megatron.core.transformer.moe.grouped_experts import (
-    lay_out_frozen_experts,
-    with_grouped_experts,
-)
-from megatron.core.transformer.moe.layout_free_router import with_layout_free_router
+from megatron.core.transformer.moe.grouped_experts import lay_out_frozen_experts, with_own_parts
+from megatron.core.transformer.moe.layout_free_router import LayoutFreeRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
@@ -76,13 +73,12 @@ ENGINE = partial(
 
 def make(groups: ProcessGroupCollection, config: TransformerConfig, engine: bool, is_own: bool):
     """A MoE layer whose parameters depend on their names and global experts alone."""
-    builder = with_layout_free_router(get_moe_module_spec(use_te=False, num_experts=1))
+    builder = get_moe_module_spec(use_te=False, num_experts=1)
+    submodules = replace(builder.keywords["submodules"], router=LayoutFreeRouter)
     if engine:
-        submodules = replace(builder.keywords["submodules"], experts=ENGINE)
-        builder = partial(builder.func, submodules=submodules)
-    layer = (with_grouped_experts(builder) if is_own else builder)(
-        config=config, pg_collection=groups
-    )
+        submodules = replace(submodules, experts=ENGINE)
+    builder = partial(builder.func, submodules=submodules)
+    layer = (with_own_parts(builder) if is_own else builder)(config=config, pg_collection=groups)
     layer.set_layer_number(1)
     first = groups.ep.rank() * EXPERTS // groups.ep.size()
     for name, parameter in layer.named_parameters():

@@ -23,8 +23,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.grouped_experts import with_grouped_experts
-from megatron.core.transformer.moe.layout_free_router import with_layout_free_router
+from megatron.core.transformer.moe.grouped_experts import with_own_parts
 from megatron.core.transformer.sequence_parallel_norm import SequenceParallelNorm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import (
@@ -80,9 +79,7 @@ def get_hybrid_local_stack_spec(core_attention: type = DotProductAttention) -> M
                 submodules=TransformerLayerSubmodules(
                     pre_mlp_layernorm=SequenceParallelNorm,
                     # The spec is the same for any number of experts, which the config gives.
-                    mlp=with_grouped_experts(
-                        with_layout_free_router(get_moe_module_spec(use_te=False, num_experts=1))
-                    ),
+                    mlp=with_own_parts(get_moe_module_spec(use_te=False, num_experts=1)),
                     mlp_bda=get_bias_dropout_add,
                 ),
             ),

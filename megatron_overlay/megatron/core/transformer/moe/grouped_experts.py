@@ -17,12 +17,14 @@ from torch import Tensor
 from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_relu_impl
 from megatron.core.transformer.adapted_layers import ExpertAdapter
+from megatron.core.transformer.lora import gathered_weights
 from megatron.core.transformer.moe.device_counts import (
     DeviceCountMoELayer,
     counts_stay_on_device,
     has_right_grouped_gemm,
 )
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe.layout_free_router import LayoutFreeRouter
 
 Computed = tuple[Tensor, None]
 
@@ -60,7 +62,7 @@ class GroupedExperts(SequentialMLP):
 
     def weights(self) -> list[list[Tensor]]:
         """Return the weights of both layers, in the order of the dispatcher's rows."""
-        weights = [[_weights(layer)[0] for layer in each] for each in self._layers()]
+        weights = [[gathered_weights(layer)[0] for layer in each] for each in self._layers()]
         # reversed once their gathers were awaited in their order
         return [each[::-1] for each in weights] if self.counts_stay_on_device else weights
 
@@ -88,7 +90,7 @@ class TEGroupedExperts(TEGroupedMLP):
 
     def weights(self) -> list[list[Tensor]]:
         """Return the weights of both layers, in the order of the dispatcher's rows."""
-        return [_weights(layer)[::-1] for layer in (self.linear_fc1, self.linear_fc2)]
+        return [gathered_weights(layer)[::-1] for layer in (self.linear_fc1, self.linear_fc2)]
 
 
 def lay_out_frozen_experts(model: torch.nn.Module) -> None:
@@ -218,16 +220,11 @@ def _together(weights: Sequence[Tensor]) -> Tensor:
     )
 
 
-def _weights(layer: torch.nn.Module) -> list[Tensor]:
-    """Return a layer's weights; its forward pre-hooks wait for DDP's parameter gather."""
-    for hook in layer._forward_pre_hooks.values():
-        hook(layer, ())
-    return list(layer.parameters(recurse=False))
-
-
-def with_grouped_experts(moe: partial) -> partial:
-    """Return the MoE layer builder of upstream's specs, with experts and dispatchers of ours."""
+def with_own_parts(moe: partial) -> partial:
+    """Return the MoE layer builder of upstream's specs, with router, experts and dispatchers of
+    ours."""
     submodules = moe.keywords["submodules"]
     kind = {SequentialMLP: GroupedExperts, TEGroupedMLP: TEGroupedExperts}[submodules.experts.func]
     experts = partial(kind, **submodules.experts.keywords)
-    return partial(DeviceCountMoELayer, submodules=replace(submodules, experts=experts))
+    submodules = replace(submodules, router=LayoutFreeRouter, experts=experts)
+    return partial(DeviceCountMoELayer, submodules=submodules)

@@ -6,9 +6,6 @@ Two exceptions remain: ``aux_loss`` is computed for a DP rank's microbatch, and 
 ``global_aux_loss`` depends on how many samples all DP ranks process at once.
 """
 
-from dataclasses import replace
-from functools import partial
-
 import torch
 
 from megatron.core.transformer.moe.router import TopKRouter
@@ -61,9 +58,3 @@ class LayoutFreeRouter(TopKRouter):
         if padding_mask is not None:
             routing_map = routing_map & ~padding_mask.unsqueeze(-1)
         super()._apply_expert_bias(routing_map)
-
-
-def with_layout_free_router(moe: partial) -> partial:
-    """Return the MoE layer builder of upstream's specs, with :class:`LayoutFreeRouter`."""
-    submodules = replace(moe.keywords["submodules"], router=LayoutFreeRouter)
-    return partial(moe, submodules=submodules)
