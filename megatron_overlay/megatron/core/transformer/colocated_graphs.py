@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's CUDA graphs, for packed rows and for modules whose backward follows the schedule's."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,26 +21,10 @@ class BackwardGraph(torch.cuda.CUDAGraph):
         super().capture_begin(*pool, **settings | {"capture_error_mode": "thread_local"})
 
 
-class Switch:
-    """Something that is on inside a block."""
-
-    def __init__(self) -> None:
-        self.is_on = False
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Switch on, once."""
-        self.is_on = True
-        try:
-            yield
-        finally:
-            self.is_on = False
-
-
-captures_wait = Switch()
+captures_wait = False
 """Schedules capture no graphs: the encoders' backward comes after them, and is captured too."""
 
-modules_alone = Switch()
+modules_alone = False
 """Modules run without graphs: for an evaluation, which would be recorded."""
 
 

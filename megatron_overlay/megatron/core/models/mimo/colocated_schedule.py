@@ -17,13 +17,11 @@ Where gradient reductions overlap the backward, the language model's start in it
 continue during the last third phase, in which the encoders' start. Gradients are final after it.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.forward.macro_batches import Microbatch
 from megatron.core.models.mimo.model.base import MimoModel
@@ -35,7 +33,7 @@ from megatron.core.process_groups_config import (
     MultiModuleProcessGroupCollection,
     ProcessGroupCollection,
 )
-from megatron.core.transformer.colocated_graphs import captures_wait, modules_alone
+from megatron.core.transformer import colocated_graphs
 from megatron.core.utils import get_model_config
 
 
@@ -97,14 +95,21 @@ def colocated_forward_backward(
     settings, size = stages[0].mimo_config.encoder_schedule, num_microbatches
     if not encodes_all:
         size = settings.at_once(pg_collection.pp.size(), num_microbatches)
+    counted: list[torch.Tensor | None] = []
+
+    def note(_model, num_tokens=None, **_):
+        counted.append(num_tokens)  # gradients are final after the encoders' backward alone
+
+    deferred = replaced(
+        config, finalize_model_grads_func=note, grad_sync_func=None, param_sync_func=None
+    )
     # Graphs of a training step would drop out in an evaluation, and count its tokens for the
     # experts' biases.
-    graphs = modules_alone.on() if forward_only else contextlib.nullcontext()
+    graphs = replaced(colocated_graphs, modules_alone=forward_only)
     with torch.set_grad_enabled(not forward_only), graphs:
         encoders = EncoderWork(stages, data_iterator, num_microbatches, size)
         iterators = [encoders.microbatches(chunk) for chunk in range(len(stages))]
-        counted: list[torch.Tensor | None] = []
-        with _grad_finalization_deferred(config, counted), captures_wait.on():
+        with deferred, replaced(colocated_graphs, captures_wait=True):
             reports = schedule(
                 forward_step_func=forward_step_func,
                 data_iterator=iterators,
@@ -190,16 +195,3 @@ def _forward_step(microbatches: Iterator[Microbatch], model: MimoModel) -> tuple
         return total, loss_mask.sum().int(), {"loss_reduced": total.detach()}
 
     return output, loss
-
-
-def _grad_finalization_deferred(
-    config: ModelParallelConfig, counted: list[torch.Tensor | None]
-) -> contextlib.AbstractContextManager[None]:
-    """Inside, the schedule appends its token count to a list instead of finalizing gradients."""
-
-    def note(model, num_tokens=None, **_):
-        counted.append(num_tokens)
-
-    return replaced(
-        config, finalize_model_grads_func=note, grad_sync_func=None, param_sync_func=None
-    )

@@ -12,7 +12,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.token_layout import pad_lengths
-from megatron.core.transformer.colocated_graphs import modules_alone, of_one_shape
+from megatron.core.transformer import colocated_graphs
+from megatron.core.transformer.colocated_graphs import of_one_shape
 from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import Row
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
@@ -27,7 +28,7 @@ class TestRecording:
         found = []
 
         def note(*_):
-            found.append(modules_alone.is_on)
+            found.append(colocated_graphs.modules_alone)
 
         (line,) = Row(2, "one step", "dp=2", "pp=2,dp=1").commands
         with trainer(*line, "--train-iters", "2", "--lr", "1e-3") as run:
