@@ -37,7 +37,7 @@ def test_a_shard_has_its_part_of_the_whole(at_once, monkeypatch):
     def drawn(shape, *offsets, axes=0):
         data = torch.empty(shape)
         part = ShardedTensor.from_rank_offsets("a", data, *offsets, prepend_axis_num=axes)
-        return initialization._drawn(part, 5, rules, torch.float32, torch.device("cpu"))
+        return initialization._drawn(part, 5, rules)
 
     whole = drawn((4, 6, 10))
     monkeypatch.setattr(initialization, "AT_ONCE", at_once)

@@ -67,23 +67,6 @@ def no_encoder_grad_sync(model: Sequence[MimoModel]) -> Iterator[None]:
         yield
 
 
-def global_token_count(num_tokens: torch.Tensor, groups: ProcessGroupCollection) -> torch.Tensor:
-    """Return the number of tokens with a loss in the whole global batch.
-
-    Args:
-        num_tokens: scalar, this rank's count; only the last pipeline stage's is read.
-
-    Returns:
-        A scalar, the same on every rank of the language model.
-    """
-    total = num_tokens.clone()
-    if groups.pp.size() > 1:
-        last_stage = dist.get_process_group_ranks(groups.pp)[-1]
-        dist.broadcast(total, src=last_stage, group=groups.pp)
-    dist.all_reduce(total, group=groups.dp_cp)
-    return total
-
-
 def language_total(
     values: torch.Tensor, model: MimoModel, groups: ProcessGroupCollection | None
 ) -> torch.Tensor:
@@ -93,7 +76,11 @@ def language_total(
         values: any shape; read on all DP and CP ranks of the last stage.
         groups: the language model's groups; None on ranks without it.
     """
-    total = torch.zeros_like(values) if groups is None else global_token_count(values, groups)
+    total = torch.zeros_like(values) if groups is None else values.clone()
+    if groups is not None:
+        if groups.pp.size() > 1:
+            dist.broadcast(total, dist.get_process_group_ranks(groups.pp)[-1], groups.pp)
+        dist.all_reduce(total, group=groups.dp_cp)
     if model.role.mode is ModuleLayout.NON_COLOCATED:
         grid = model.mimo_config.module_to_grid_map[MIMO_LANGUAGE_MODULE_KEY]
         dist.broadcast(total, grid.rank_offset)

@@ -164,24 +164,12 @@ def initialize_weights(
     apply_factories(state)
     for part in nested_values(state):
         if isinstance(part, ShardedTensor):
-            rules = _rules_of(model, part.key, std, own)
-            part.data.copy_(_drawn(part, seed, rules, part.data.dtype, part.data.device))
+            of_matrices = std if part.key.startswith("language_model.") else None
+            rules = [*(own or {}).items(), *_rules(_depth(model, part.key), of_matrices)]
+            part.data.copy_(_drawn(part, seed, rules))
 
 
-def _rules_of(
-    model: MimoModel, key: str, std: float | None, own: Mapping[str, Draw] | None
-) -> list[tuple[str, Draw]]:
-    std = std if key.startswith("language_model.") else None
-    return [*(own or {}).items(), *_rules(_depth(model, key), std)]
-
-
-def _drawn(
-    part: ShardedTensor,
-    seed: int,
-    rules: list[tuple[str, Draw]],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
+def _drawn(part: ShardedTensor, seed: int, rules: list[tuple[str, Draw]]) -> torch.Tensor:
     """Draw a shard, some rows at a time."""
     draw = next((draw for name, draw in rules if fnmatch(part.key, name)), None)
     if draw is None:
@@ -191,10 +179,11 @@ def _drawn(
     axes, shape = part.prepend_axis_num, part.global_shape
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = sum(map(operator.mul, part.global_offset, strides))
+    device = part.data.device
     index = torch.tensor(start, device=device)
     for size, stride in zip(part.local_shape[1:], strides[axes + 1 :], strict=True):
         index = index[..., None] + torch.arange(size, device=device) * stride
-    drawn = torch.empty(part.local_shape, dtype=dtype, device=device)
+    drawn = torch.empty(part.local_shape, dtype=part.data.dtype, device=device)
     at_once = max(1, AT_ONCE // index.numel())
     rows = torch.arange(len(drawn), device=device).view(-1, *[1] * index.ndim) * strides[axes]
     for out, firsts in zip(drawn.split(at_once), rows.split(at_once), strict=True):
