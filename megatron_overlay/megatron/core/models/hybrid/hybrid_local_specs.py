@@ -7,10 +7,8 @@ here each norm is a module of its own. Checkpoints of both use Transformer Engin
 parameter `norm.weight` here is saved as `mixer.in_proj.layer_norm_weight`.
 """
 
-from functools import partial
-
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
@@ -22,7 +20,6 @@ from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.grouped_experts import with_own_parts
 from megatron.core.transformer.sequence_parallel_norm import SequenceParallelNorm
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -69,7 +66,7 @@ def get_hybrid_local_stack_spec(core_attention: type = DotProductAttention) -> M
                 module=MLPLayer,
                 submodules=TransformerLayerSubmodules(
                     pre_mlp_layernorm=SequenceParallelNorm,
-                    mlp=_dense_mlp(),
+                    mlp=get_mlp_module_spec(use_te=False),
                     mlp_bda=get_bias_dropout_add,
                     sharded_state_dict_keys_map=FUSED_NORMS["mlp"],
                 ),
@@ -79,7 +76,7 @@ def get_hybrid_local_stack_spec(core_attention: type = DotProductAttention) -> M
                 submodules=TransformerLayerSubmodules(
                     pre_mlp_layernorm=SequenceParallelNorm,
                     # The spec is the same for any number of experts, which the config gives.
-                    mlp=with_own_parts(get_moe_module_spec(use_te=False, num_experts=1)),
+                    mlp=with_own_parts(get_mlp_module_spec(use_te=False, num_experts=1)),
                     mlp_bda=get_bias_dropout_add,
                 ),
             ),
@@ -94,7 +91,7 @@ def vit_local_layer_spec(core_attention: type = DotProductAttention) -> ModuleSp
     return _transformer_layer(
         _self_attention(AttnMaskType.no_mask, core_attention),
         pre_mlp_layernorm=SequenceParallelNorm,
-        mlp=_dense_mlp(),
+        mlp=get_mlp_module_spec(use_te=False),
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=FUSED_NORMS["attention"] | FUSED_NORMS["mlp"],
     )
@@ -151,11 +148,4 @@ def _self_attention(mask: AttnMaskType, core_attention: type) -> ModuleSpec:
             core_attention=core_attention,
             linear_proj=RowParallelLinear,
         ),
-    )
-
-
-def _dense_mlp() -> partial:
-    return partial(
-        MLP.as_mlp_submodule,
-        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
     )

@@ -15,7 +15,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.token_layout import (
     PaddedLengths,
-    TokenLayout,
     lengths_of_batch,
     pad_lengths,
     zigzag_layout,
@@ -24,11 +23,6 @@ from megatron.core.token_layout import (
 
 class PartitionConfig(utils.PartitionConfig):
     """Settings that decide how batches are sharded; made by ``from_mp_config``."""
-
-    @property
-    def is_partitioning_enabled(self) -> bool:
-        """Whether a batch is split at all."""
-        return self.use_cp or self.seq_parallel
 
     @property
     def cp_size(self) -> int:
@@ -69,10 +63,6 @@ class PartitionAdapter(utils.PartitionAdapter):
         samples = lengths_of_batch(packed, seq_length).padded
         return pad_lengths(samples, self.cfg.cp_size, self.cfg.sp_size)
 
-    def token_layout(self, lengths: PaddedLengths) -> TokenLayout:
-        """Return the zigzag layout of the padded tokens over the CP ranks."""
-        return zigzag_layout(lengths, self.cfg.cp_size)
-
     def shard_tokens(
         self, tensor: torch.Tensor, lengths: PaddedLengths, dim: int = 1, pad: float = 0
     ) -> torch.Tensor:
@@ -81,7 +71,8 @@ class PartitionAdapter(utils.PartitionAdapter):
             tensor = lengths.pad(tensor, dim, pad)
         if not self.cfg.use_cp:
             return tensor
-        return self.token_layout(lengths).shard(tensor, self.cfg.cp_group.rank(), dim)
+        layout = zigzag_layout(lengths, self.cfg.cp_size)
+        return layout.shard(tensor, self.cfg.cp_group.rank(), dim)
 
     def shard_embeddings(self, embeddings: torch.Tensor, lengths: PaddedLengths) -> torch.Tensor:
         """Shard embeddings ``[S, B, H]`` to ``[padded/(cp·tp), B, H]``; without SP only over CP."""
@@ -142,8 +133,6 @@ class PartitionAdapter(utils.PartitionAdapter):
         packed_seq_params: PackedSeqParams | None,
     ) -> PaddedLengths | None:
         """Sample lengths of a batch; None if there is nothing to shard."""
-        if not self.cfg.is_partitioning_enabled:
-            return None
         sized = ((embeddings, 0), (labels, 1), (loss_mask, 1))
         length = next((tensor.size(dim) for tensor, dim in sized if tensor is not None), None)
         if length is None and _is_packed(packed_seq_params):
