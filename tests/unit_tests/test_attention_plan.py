@@ -20,9 +20,8 @@ def test_every_query_sees_its_sample_up_to_itself_or_whole(lengths, cp_size, is_
     sample = torch.arange(len(lengths)).repeat_interleave(torch.tensor(padded.padded).long())
     layout = zigzag_layout(padded, cp_size)
     for rank in range(cp_size):
-        plan = attention_plan(padded, cp_size, rank, is_causal)
-        seen = []
-        for block, keys in zip(plan.blocks, key_runs(plan), strict=True):
+        plan, seen = attention_plan(padded, cp_size, rank, is_causal), []
+        for block, keys in blocks_and_keys(plan, padded):
             hidden = range(block.queries)[::-1] if is_causal else [0] * block.queries
             seen += [keys[: block.keys - later] for later in hidden]
         for token, keys in zip(layout.tokens[rank].tolist(), seen, strict=True):
@@ -34,11 +33,11 @@ def test_every_query_sees_its_sample_up_to_itself_or_whole(lengths, cp_size, is_
             assert keys == own.nonzero().flatten().tolist()
 
 
-def key_runs(plan):
-    """Key tokens of each block."""
-    starts = accumulate(plan.lengths.padded, initial=0)
+def blocks_and_keys(plan, padded):
+    """Blocks, and the key tokens of each."""
+    starts = accumulate(padded.padded, initial=0)
     return [
-        [*range(start, start + block.keys)]
-        for start, sample in zip(starts, plan.samples, strict=False)  # the last start is the end
+        (block, [*range(start, start + block.keys)])
+        for start, sample in zip(starts, plan, strict=False)  # the last start is the end
         for block in sample
     ]

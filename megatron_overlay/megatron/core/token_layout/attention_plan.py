@@ -35,30 +35,18 @@ class AttentionBlock:
         return cls(queries, keys, causal_lower_right(queries, keys))
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionPlan:
-    """Blocks of queries and keys in which one CP rank attends; made on the host once per batch.
-
-    Attributes:
-        is_causal: whether a query sees only the keys up to its own, instead of all of its sample.
-        samples: blocks of each sample, in the rank's local order; none for an empty sample.
-    """
-
-    lengths: PaddedLengths
-    is_causal: bool
-    samples: tuple[tuple[AttentionBlock, ...], ...]
-
-    @property
-    def blocks(self) -> list[AttentionBlock]:
-        """Blocks of all samples, in the order of the local queries."""
-        return [block for sample in self.samples for block in sample]
-
-
 @lru_cache(maxsize=64)
 def attention_plan(
     lengths: PaddedLengths, cp_size: int, cp_rank: int, is_causal: bool
-) -> AttentionPlan:
-    """Plan the part of ``cp_rank``, whose tokens are zigzag; equal arguments return the same plan.
+) -> tuple[tuple[AttentionBlock, ...], ...]:
+    """Plan the part of ``cp_rank``, whose tokens are zigzag; made on the host once per batch.
+
+    Args:
+        is_causal: whether a query sees only the keys up to its own, instead of all of its sample.
+
+    Returns:
+        Blocks of each sample, in the rank's local order; none for an empty sample. Equal arguments
+        return the same blocks.
 
     Raises:
         ValueError: the lengths do not fit the zigzag layout.
@@ -77,4 +65,4 @@ def attention_plan(
             half = padded // (2 * cp_size)
             ends = (cp_rank + 1, 2 * cp_size - cp_rank)
             samples.append(tuple(AttentionBlock.causal(half, end * half) for end in ends))
-    return AttentionPlan(lengths, is_causal, tuple(samples))
+    return tuple(samples)

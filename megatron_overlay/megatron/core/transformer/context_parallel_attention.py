@@ -14,8 +14,13 @@ from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.token_layout import gather_tokens, lengths_of_batch, zigzag_layout
-from megatron.core.token_layout.attention_plan import AttentionBlock, AttentionPlan, attention_plan
+from megatron.core.token_layout import (
+    PaddedLengths,
+    gather_tokens,
+    lengths_of_batch,
+    zigzag_layout,
+)
+from megatron.core.token_layout.attention_plan import AttentionBlock, attention_plan
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -108,17 +113,17 @@ class ContextParallelAttention(MegatronModule):
         lengths = lengths_of_batch(
             packed_seq_params if packed else None, query.size(0) * self.cp_size
         )
-        rank = self.cp_group.rank() if self.cp_size > 1 else 0
-        plan = attention_plan(lengths, self.cp_size, rank, causal)
-        context = self._attend_planned(query, key, value, plan).flatten(2)
+        context = self._attend_to_samples(query, key, value, lengths, causal).flatten(2)
         return context.squeeze(1) if packed else context
 
-    def _attend_planned(
-        self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
+    def _attend_to_samples(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: PaddedLengths, causal: bool
     ) -> Tensor:
         """Attend in all blocks of the plan, on ``[tokens, B, heads, dim]`` with sharded keys."""
-        lengths = plan.lengths
-        if not plan.blocks:
+        rank = self.cp_group.rank() if self.cp_size > 1 else 0
+        samples = attention_plan(lengths, self.cp_size, rank, causal)
+        sizes = [block.queries for sample in samples for block in sample]
+        if not sizes:
             return query
         if self.cp_size > 1:
             layout = zigzag_layout(lengths, self.cp_size).to(key.device)
@@ -126,12 +131,10 @@ class ContextParallelAttention(MegatronModule):
             key, value = both.unbind(1)
         # One split per tensor: its backward is one concatenation, however many samples there are.
         keys, values = key.split(lengths.padded), value.split(lengths.padded)
-        queries = iter(query.split([block.queries for block in plan.blocks]))
+        queries = iter(query.split(sizes))
         contexts = [
-            self._attend(
-                next(queries), key[: block.keys], value[: block.keys], block, plan.is_causal
-            )
-            for key, value, sample in zip(keys, values, plan.samples, strict=True)
+            self._attend(next(queries), key[: block.keys], value[: block.keys], block, causal)
+            for key, value, sample in zip(keys, values, samples, strict=True)
             for block in sample
         ]
         return contexts[0] if len(contexts) == 1 else torch.cat(contexts)
