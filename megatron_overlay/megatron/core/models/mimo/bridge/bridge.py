@@ -56,12 +56,9 @@ class Bridge:
         self.src_grid, self.dest_grid = src_grid, dest_grid
         self.src_module_name, self.dest_module_name = src_module_name, dest_module_name
         self.dim_mapping = dim_mapping or {"b": 0, "s": 1, "h": 2}
-        self.current_rank = rank = dist.get_rank()
-        # How many atoms the rank encodes and consumes; none if it is outside of the grids.
-        runs = (self.topology.encodes, self.topology.consumes)
-        self._atoms = (
-            tuple(len(run(rank)) for run in runs) if rank in self.topology.dest else (0, 0)
-        )
+        self.current_rank = dist.get_rank()
+        sizes = self.topology.src_dp, self.topology.dest_dp
+        self._atoms = tuple(self.topology.atoms // dp for dp in sizes)  # encoded, consumed
         exchanges, ranks = self.topology.exchanges, sorted(self.topology.dest)
         self.block_pg = self._new_group(self.topology.blocks if exchanges else [])
         self.all_pg = self._new_group([ranks] if exchanges else [])

@@ -163,14 +163,6 @@ class MimoOptimizer(upstream.MimoOptimizer):
         return numbers
 
     @torch.no_grad()
-    def get_grad_norm(self) -> float:
-        """Return the L2 norm of all gradients, each counted once, alike on all ranks. Collective.
-
-        A maximum over ranks gives a module's norm to ranks without the module.
-        """
-        return total_norm(max_over_ranks(self._squares()).tolist())
-
-    @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
         """Clip by the global gradient norm and step every module, or none. Collective.
 
