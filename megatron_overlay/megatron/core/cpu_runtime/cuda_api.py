@@ -10,8 +10,8 @@ import math
 import os
 import resource
 from collections.abc import Callable, Iterator
-from types import ModuleType
-from typing import Any, NamedTuple
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -68,20 +68,18 @@ class device:
         set_device(self.prev_idx)
 
 
-class DeviceProperties(NamedTuple):
-    """Properties of the "device": the host's cores and memory, and compute capability 0.0."""
+def get_device_properties(device=None) -> SimpleNamespace:
+    """Return the host's memory in bytes and its cores, and compute capability 0.0.
 
-    name: str
-    major: int
-    minor: int
-    total_memory: int  # bytes
-    multi_processor_count: int
-
-
-def get_device_properties(device=None) -> DeviceProperties:
-    """Return the host's properties; capability 0.0 is below every requirement, so none is met."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return DeviceProperties("cpu", 0, 0, memory, os.cpu_count() or 1)
+    The capability is below every requirement, so none is met.
+    """
+    return SimpleNamespace(
+        name="cpu",
+        major=0,
+        minor=0,
+        total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        multi_processor_count=os.cpu_count() or 1,
+    )
 
 
 def memory_allocated(device=None) -> int:

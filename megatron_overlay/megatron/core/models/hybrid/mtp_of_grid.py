@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.multi_token_prediction import (
     MTPLossAutoScaler,
@@ -55,10 +54,8 @@ def process_loss(
     hidden_states: Tensor,
     labels: Tensor,
     loss_mask: Tensor,
-    output_weight: Tensor | None,
-    packed_seq_params: PackedSeqParams | None,
     input_ids: Tensor | None,
-    **of_upstream,
+    **others,
 ) -> Tensor:
     """Attach the MTP losses to the model's own hidden states, which it returns.
 
@@ -69,28 +66,22 @@ def process_loss(
     Args:
         hidden_states: ``[(1 + depths) · S/(cp·tp), B, H]``, the model's own, then each depth's.
         labels, loss_mask: ``[B, S/cp]``, of the model's own loss.
+        others: as upstream takes them; ``output_weight`` and ``packed_seq_params`` are read here.
     """
     if input_ids is None:
         return hidden_states
     if parallel_state.is_initialized():
-        return process_mtp_loss(
-            hidden_states=hidden_states,
-            labels=labels,
-            loss_mask=loss_mask,
-            output_weight=output_weight,
-            packed_seq_params=packed_seq_params,
-            input_ids=input_ids,
-            **of_upstream,
-        )
-    config, groups = model.config, model.pg_collection
+        given = {"hidden_states": hidden_states, "labels": labels, "loss_mask": loss_mask}
+        return process_mtp_loss(input_ids=input_ids, **given, **others)
+    config, groups, packed = model.config, model.pg_collection, others["packed_seq_params"]
     own, *predicting = hidden_states.chunk(1 + config.mtp_num_layers)
     weight = config.mtp_loss_scaling_factor / config.mtp_num_layers
     for number, states in enumerate(predicting):
         labels, loss_mask = (
-            roll_tensor(tokens, cp_group=groups.cp, packed_seq_params=packed_seq_params)[0]
+            roll_tensor(tokens, cp_group=groups.cp, packed_seq_params=packed)[0]
             for tokens in (labels, loss_mask)
         )
-        logits, _ = model.output_layer(states, weight=output_weight)
+        logits, _ = model.output_layer(states, weight=others["output_weight"])
         losses = loss_mask * model.compute_language_model_loss(labels, logits)
         if model.training:
             counts = _compute_mtp_acceptance_counts(

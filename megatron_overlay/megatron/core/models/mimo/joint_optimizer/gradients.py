@@ -47,13 +47,11 @@ def unscale(leaf: MegatronOptimizer) -> torch.Tensor | bool:
             for parameter, gradient in gradients_of(leaf)
             if not param_is_not_tensor_parallel_duplicate(parameter, *groups)
         ]
-        return found_inf or (_has_bad(repeated) if repeated else False)
+        if found_inf or not repeated:
+            return found_inf
+        return ~get_total_norm(repeated, norm_type=math.inf).isfinite()
     leaf._copy_model_grads_to_main_grads()
     return leaf._unscale_main_grads_and_check_for_nan()
-
-
-def _has_bad(gradients: list[torch.Tensor]) -> torch.Tensor:
-    return ~get_total_norm(gradients, norm_type=math.inf).isfinite()
 
 
 def square(optimizer: ChainedOptimizer) -> torch.Tensor:

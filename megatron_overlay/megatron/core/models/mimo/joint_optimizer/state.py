@@ -59,7 +59,7 @@ def sharded_optimizer_state(
     if not is_loading:
         _allocate(optimizer)
     state = optimizer.sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
-    replica = _replica_id(groups)
+    replica = groups.tp.rank(), groups.pp.rank(), groups.dp_cp.rank()  # (0, 0, 0) on one rank
     parts = _parts(state, optimizer)
     taken = [_take_common(part) for part, _ in parts]
     common = {field: value for fields in reversed(taken) for field, value in fields.items()}
@@ -217,8 +217,3 @@ def _restored(
 
 def _placeholder(field: str) -> str:
     return f"_mimo_{field}"
-
-
-def _replica_id(groups: ProcessGroupCollection) -> tuple[int, int, int]:
-    """Replica id of a module's shared state; (0, 0, 0) on one rank of the module."""
-    return groups.tp.rank(), groups.pp.rank(), groups.dp_cp.rank()
