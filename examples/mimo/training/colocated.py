@@ -49,7 +49,7 @@ from megatron.core.models.mimo.setup.module_groups import (
     stages_of,
 )
 from megatron.core.models.mimo.setup.teardown import destroy
-from megatron.core.transformer.moe.frozen_routers import freeze_routers
+from megatron.core.transformer.moe.layout_free_router import freeze_routers
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_args
 from megatron.training.models.base import ModelBuilder, ModelConfig, compose_hooks

@@ -17,7 +17,7 @@ from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.transformer.lora import is_adapter
-from megatron.core.transformer.moe.frozen_routers import freeze_routers
+from megatron.core.transformer.moe.layout_free_router import freeze_routers
 
 NAMES = {"encoder": "*encoders.*", "projector": "*input_projections.*"}
 """Parameter name patterns of an encoder's parts."""

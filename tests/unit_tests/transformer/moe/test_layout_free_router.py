@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.frozen_routers import freeze_routers
-from megatron.core.transformer.moe.layout_free_router import LayoutFreeRouter
+from megatron.core.transformer.moe.layout_free_router import LayoutFreeRouter, freeze_routers
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit_tests.test_utilities import Utils, requires_world_size

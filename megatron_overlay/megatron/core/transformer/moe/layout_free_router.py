@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Router whose balancing losses and expert bias do not depend on the layout.
+"""Routers whose balancing losses and expert bias do not depend on the layout, or are off.
 
 Two exceptions remain: ``aux_loss`` is computed for a DP rank's microbatch, and the mean load in
 ``global_aux_loss`` depends on how many samples all DP ranks process at once.
@@ -8,6 +8,7 @@ Two exceptions remain: ``aux_loss`` is computed for a DP rank's microbatch, and 
 
 import torch
 
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 
 
@@ -58,3 +59,22 @@ class LayoutFreeRouter(TopKRouter):
         if padding_mask is not None:
             routing_map = routing_map & ~padding_mask.unsqueeze(-1)
         super()._apply_expert_bias(routing_map)
+
+
+def freeze_routers(model: MegatronModule) -> None:
+    """Stop routers from balancing their experts' loads, by losses and by the expert bias.
+
+    The balancing and z losses of a frozen router would still send gradients through the frozen
+    layers to the modules that make the model's inputs. The expert bias is a buffer, so
+    ``requires_grad`` does not stop its updates.
+
+    Args:
+        model: a model whose layers are all frozen; their configurations are changed.
+    """
+    for router in model.modules():
+        if isinstance(router, TopKRouter):
+            router.frozen_expert_bias = True
+            coefficients = router.config.moe_aux_loss_coeff
+            is_list = isinstance(coefficients, list)
+            router.config.moe_aux_loss_coeff = [0.0] * len(coefficients) if is_list else 0.0
+            router.config.moe_z_loss_coeff = None
