@@ -34,19 +34,16 @@ def install() -> None:
         *random.replacements(),
         Replacement(torch, "compile", compiler.eager),
     ]
-    replaced = {id(old): (old, new) for old, new in map(_replace, plan) if callable(old)}
+    replaced = {}
+    for owner, name, new in plan:
+        old = getattr(owner, name)
+        setattr(owner, name, new)
+        if callable(old):
+            replaced[id(old)] = old, new
     _rebind_imported_names(replaced)
     compiler.leave_out()
     random.silence_tracker_warning()
     _installed = True
-
-
-def _replace(replacement: Replacement) -> tuple[object, object]:
-    """Make one replacement; return the old and the new object."""
-    owner, name, value = replacement
-    old = getattr(owner, name)
-    setattr(owner, name, value)
-    return old, value
 
 
 def _rebind_imported_names(replaced: dict[int, tuple[object, object]]) -> None:

@@ -14,10 +14,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
 from megatron.core.models.mimo.bridge.bridge import Bridge
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
-from megatron.core.models.mimo.forward.encoding import ModalityInputs, bridge_rows, encode
+from megatron.core.models.mimo.forward.encoding import bridge_rows, encode
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.partition.language_batch import packed_parameters
 from megatron.core.token_layout import Moving, Route
@@ -44,7 +43,12 @@ class MacroBatch:
         skipped: Collection[str] = (),
     ) -> None:
         self.microbatches, self._model = microbatches, model
-        shares, plans = take_inputs(microbatches)
+        shares, plans = [], []
+        for microbatch in microbatches:
+            shares.append(microbatch.pop("modality_inputs", None))
+            plans.append(microbatch.pop("batch_plan", None))
+            packing, lengths = microbatch.get("packing_kwargs"), plans[-1] and plans[-1].lengths
+            microbatch["packing_kwargs"] = packed_parameters(packing, lengths)
         input_ids = [microbatch["input_ids"] for microbatch in microbatches]
         self._made = encode(model, shares, recompute, skipped)
         self._counts: dict[str, list[int]] = {}
@@ -98,16 +102,3 @@ class MacroBatch:
 
     def _bridge(self, name: str) -> Bridge | None:
         return self._model.colocated_comms.get((name, MIMO_LANGUAGE_MODULE_KEY))
-
-
-def take_inputs(
-    microbatches: list[Microbatch],
-) -> tuple[list[ModalityInputs | None], list[BatchPlan | None]]:
-    """Remove the encoders' inputs and the plans from the microbatches, and return both."""
-    shares, plans = [], []
-    for microbatch in microbatches:
-        shares.append(microbatch.pop("modality_inputs", None))
-        plans.append(microbatch.pop("batch_plan", None))
-        lengths = plans[-1] and plans[-1].lengths
-        microbatch["packing_kwargs"] = packed_parameters(microbatch.get("packing_kwargs"), lengths)
-    return shares, plans

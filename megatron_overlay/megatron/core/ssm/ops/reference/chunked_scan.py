@@ -72,7 +72,9 @@ def chunked_scan(
         entered = torch.cat([ids[:, :1, 0], ids[:, :-1, -1]], dim=1)  # sequence of the state
         from_start = from_start * (ids == entered.unsqueeze(-1))[:, None, None]
         to_end = to_end * (ids == ids[..., -1:])[:, None, None]
-    weights, visible = _pairwise_decay(decay), _sees(ids, size, decay.device)
+    # exp(s_i - s_j), [..., Q, Q]; `visible` masks out j > i.
+    weights = _BoundedExp.apply(decay.unsqueeze(-1) - decay.unsqueeze(-2))
+    visible = _sees(ids, size, decay.device)
     attention = (q @ k.mT * visible) * weights
     from_start, to_end = from_start.unsqueeze(-1), to_end.unsqueeze(-1)
     kept = from_start[..., -1:, :]
@@ -161,11 +163,6 @@ def _sees(ids: Tensor | None, size: int, device: torch.device) -> Tensor:
     if ids is not None:
         visible = visible & (ids.unsqueeze(-1) == ids.unsqueeze(-2))[:, None, None]
     return visible
-
-
-def _pairwise_decay(running_sum: Tensor) -> Tensor:
-    """Compute `exp(s_i - s_j)`, `[..., Q, Q]`, of `s [..., Q]`; the caller masks out j > i."""
-    return _BoundedExp.apply(running_sum.unsqueeze(-1) - running_sum.unsqueeze(-2))
 
 
 class _BoundedExp(torch.autograd.Function):
