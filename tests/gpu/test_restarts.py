@@ -29,7 +29,9 @@ STEPS = 40
 OPTIONS = (
     *("--device", "cuda", *ENGINE, *LAYOUT, "--train-iters", str(STEPS), "--seed", "1"),
     *("--global-batch-size", "16", "--micro-batch-size", "8", "--lr", "1e-4", "--adam-eps", "1e-3"),
+    *("--save-interval", "4", "--exit-signal-handler", "--exit-signal", "SIGUSR1"),
 )
+"""Saves are asynchronous by default."""
 
 LIMIT_S = 400
 """Time limit of a run, on GPUs that others use as well."""
@@ -43,19 +45,20 @@ def lives(process: psutil.Process) -> bool:
 
 
 class Run:
-    """The program on this host's GPUs, under way.
+    """The program on this host's GPUs, which goes on from its saves; it ends with the block.
 
     Args:
         folder: holds its checkpoints, its metrics and its log.
         restarts: how often torchrun starts its ranks again.
     """
 
-    def __init__(self, folder: Path, *options: str, restarts: int = 0) -> None:
+    def __init__(self, folder: Path, restarts: int = 0) -> None:
         folder.mkdir(exist_ok=True)
         self.folder, self.saved = folder, folder / "checkpoints"
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
         launch += ["--max-restarts", str(restarts), "examples/mimo/pretrain_nemotron_vlm.py"]
-        given = [*OPTIONS, *options, "--metrics-out", str(folder / "metrics.jsonl")]
+        saved, metrics = str(self.saved), str(folder / "metrics.jsonl")
+        given = [*OPTIONS, "--save", saved, "--load", saved, "--metrics-out", metrics]
         # torchrun ignores the signal, and so do ranks that are not set up yet.
         shell = ["bash", "-c", 'trap "" USR1; exec "$@"', "-", sys.executable]
         with (folder / "said.txt").open("a") as said:
@@ -71,9 +74,11 @@ class Run:
         """Records of the steps so far."""
         return read_metrics(self.folder / "metrics.jsonl")
 
-    def ranks(self) -> list[psutil.Process]:
-        """The ranks, as torchrun started them."""
-        return psutil.Process(self.process.pid).children()
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_) -> None:
+        kill(self.process)
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Wait while the run is under way."""
@@ -90,25 +95,10 @@ class Run:
         return "\n".join(log.read_text(errors="replace")[-3000:] for log in logs if log.exists())
 
 
-SAVES = ("--save-interval", "4", "--exit-signal-handler", "--exit-signal", "SIGUSR1")
-"""Saves are asynchronous by default."""
-
-
-@contextlib.contextmanager
-def started(folder: Path, restarts: int = 0) -> Iterator[Run]:
-    """Start a run that saves and goes on from its saves; all its processes end with the block."""
-    saved = str(folder / "checkpoints")
-    run = Run(folder, *SAVES, "--save", saved, "--load", saved, restarts=restarts)
-    try:
-        yield run
-    finally:
-        kill(run.process)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Iterator[Run]:
     """A run that nothing interrupts, at its end."""
-    with started(tmp_path_factory.mktemp("whole")) as run:
+    with Run(tmp_path_factory.mktemp("whole")) as run:
         assert run.ended() == 0, run.said()
         assert len(list(run.saved.glob("iter_*"))) == STEPS // 4
         yield run
@@ -127,7 +117,7 @@ def check(run: Run, whole: Run, record_property) -> None:
 
 def test_the_exit_signal_saves_and_the_run_goes_on(whole, tmp_path, record_property):
     """The signal reaches all processes, as Slurm sends it."""
-    with started(tmp_path) as run:
+    with Run(tmp_path) as run:
         run.wait_until(lambda: len(run.records()) >= 6)
         for process in psutil.Process(run.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -137,15 +127,15 @@ def test_the_exit_signal_saves_and_the_run_goes_on(whole, tmp_path, record_prope
     stopped = newest(run.saved)
     assert 6 <= stopped == len(run.records()) < STEPS
     assert_whole(run.saved / f"iter_{stopped:07d}", RANKS)
-    with started(tmp_path) as again:
+    with Run(tmp_path) as again:
         assert again.ended() == 0, again.said()
     check(again, whole, record_property)
 
 
 def test_a_killed_rank_takes_its_writer_along_and_the_run_goes_on(whole, tmp_path, record_property):
-    with started(tmp_path, restarts=1) as run:
+    with Run(tmp_path, restarts=1) as run:
         run.wait_until(lambda: newest(run.saved) >= 4)
-        rank = run.ranks()[-1]
+        rank = psutil.Process(run.process.pid).children()[-1]  # as torchrun started them
         made = rank.children(recursive=True)
         rank.kill()
         psutil.wait_procs([rank, *made], timeout=60)
