@@ -37,6 +37,7 @@ class More(Fields):
 DERIVED = IMPORT + "class D(C):\n  def method(self, a, flag=False): ..."
 TAKES_ALL = IMPORT + "class D(C):\n  def __init__(self, *args, **kwargs): ..."
 GONE, CALL = "gone: megatron.core.m", "signature: megatron.core.m"
+BODY = "body: megatron.core.m.C.{} changed upstream, and overridden or replaced by ours"
 
 
 def findings(ours: str, new: dict[str, str | None]) -> list[str]:
@@ -50,7 +51,7 @@ def findings(ours: str, new: dict[str, str | None]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "ours, old, new, expected",
+    "row",
     [
         # names that are gone: imported, reached through a module, a class, a base, a string
         (IMPORT, "def f(", "def f2(", f"{GONE}.f"),
@@ -70,38 +71,26 @@ def findings(ours: str, new: dict[str, str | None]) -> list[str]:
          f"{CALL}.C missing a required argument: 'length'; now (length, **more)"),
         ("from megatron.core.m import More\nMore(1, two=2)", "two:", "zwei:",
          f"{CALL}.More got an unexpected keyword argument 'two'; now (one, zwei=…)"),
-        # what our code overrides, and replaces at run time
-        (DERIVED, "flag", "flags", f"{CALL}.C.method overridden or replaced by ours; "
-         "was (a, flag=…), now (a, flags=…)"),
-        (HOOK, "hook(self, a)", "hook(self)",
+        # what our code overrides, and replaces at run time: its signature, and its body
+        (DERIVED, "flag", "flags", BODY.format("method"), f"{CALL}.C.method overridden or replaced "
+         "by ours; was (a, flag=…), now (a, flags=…)"),
+        (HOOK, "hook(self, a)", "hook(self)", BODY.format("hook"),
          f"{CALL}.C.hook overridden or replaced by ours; was (a), now ()"),
+        (DERIVED, "flag=False): ...", "flag=False): return a", BODY.format("method")),
+        (HOOK, "hook(self, a): ...", "hook(self, a): return a", BODY.format("hook")),
+        (TAKES_ALL, "size, **more", "length, **more", BODY.format("__init__")),
         # no work: names that we do not use, and calls that still fit
-        (IMPORT + "f(1, key=2)", "b=1", "b=1, c=2", None),
-        (DERIVED + "\nD(1).method(2)", "kind", "sort", None),
-        (IMPORT + "C(1).method(2)", "method", "x", None),  # of an object: the tests see it
+        (DERIVED, "inherited(self, n): ...", "inherited(self, n): return n"),
+        (IMPORT + "f(1, key=2)", "b=1", "b=1, c=2"),
+        (DERIVED + "\nD(1).method(2)", "kind", "sort"),
+        (IMPORT + "C(1).method(2)", "method", "x"),  # of an object: the tests see it
     ],
 )  # fmt: skip
-def test_names(ours, old, new, expected):
+def test_names(row):
+    ours, old, new, *expected = row
     assert old in PIN
     assert findings(ours, {}) == []
-    found = findings(ours, {MODULE: PIN.replace(old, new)})
-    assert [one for one in found if not one.startswith("body")] == ([expected] if expected else [])
-
-
-@pytest.mark.parametrize(
-    "ours, old, new, is_found",
-    [
-        (DERIVED, "flag=False): ...", "flag=False): return a", True),
-        (HOOK, "hook(self, a): ...", "hook(self, a): return a", True),
-        (TAKES_ALL, "size, **more", "length, **more", True),
-        (DERIVED, "inherited(self, n): ...", "inherited(self, n): return n", False),
-    ],
-    ids=["overridden", "replaced", "takes all", "neither"],
-)
-def test_another_body_of_what_we_override_or_replace_is_found(ours, old, new, is_found):
-    assert old in PIN
-    found = findings(ours, {MODULE: PIN.replace(old, new)})
-    assert [one.split()[0] for one in found] == ["body:"] * is_found
+    assert findings(ours, {MODULE: PIN.replace(old, new)}) == expected
 
 
 def test_modules_may_go_and_names_are_followed_through_re_exports():
