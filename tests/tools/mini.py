@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A miniature upstream in two versions, and a patch set: few files to test the tools on."""
 
+import ast
 import contextlib
 import io
 import os
@@ -20,6 +21,7 @@ sys.path.insert(0, str(REPOSITORY / "tools"))
 
 from overlay.__main__ import main  # noqa: E402
 from overlay.checkout import sha256  # noqa: E402
+from overlay.source import imported  # noqa: E402
 
 PIN, LATER = "1.2.3", "1.3.0"
 HEADER = "Description: a test\nFeature: testing\nUpstream-Status: pending\nDrop-When: never\n\n"
@@ -74,6 +76,14 @@ def edit(path: str, old: str, new: str) -> str:
     body = f" {stem}_{before}\n-{old}\n+{new}\n {stem}_{after}\n"
     names = f"diff --git a/{path} b/{path}\n--- a/{path}\n+++ b/{path}\n"
     return f"{names}@@ -{before},3 +{before},3 @@\n{body}"
+
+
+def imports(path: Path, name: str) -> set[str]:
+    """The full names that a module imports, anywhere in it."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    found = {full for node in nodes for _, full in imported(node, package)}
+    return found | {each.name for n in nodes if isinstance(n, ast.Import) for each in n.names}
 
 
 @dataclass

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mini import REPOSITORY
+from mini import REPOSITORY, imports
 from overlay.source import imported, module_name
 
 PROGRAM = "examples.mimo."
@@ -46,14 +46,10 @@ def test_a_layer_imports_those_before_it(root: Path, package: str, layers: list[
     files = sorted((root / package.replace(".", "/")).rglob("*.py"))
     assert len(files) > 20
     for path in files:
-        name = ".".join(path.relative_to(root).with_suffix("").parts)
-        if (own := layer(name)) is None:
-            continue
-        nodes = list(ast.walk(ast.parse(path.read_text())))
-        names = [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
-        names += [a.name for node in nodes if isinstance(node, ast.Import) for a in node.names]
-        imported = {layer(each) for each in names} - {None}
-        upward += [f"{name} → {to}" for to in imported if level[to] > level[own]]
+        name = module_name(path.relative_to(root).as_posix())
+        if own := layer(name):
+            reached = set(map(layer, imports(path, name))) - {None}
+            upward += [f"{name} → {to}" for to in reached if level[to] > level[own]]
     assert upward == []
 
 

@@ -2,18 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staging: the features are whole, and a branch has them and leaves the checkout alone."""
 
-import ast
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
 import mini
-from mini import NEXT, REPOSITORY, UPSTREAM, Result, World, git, write_tree
+from mini import NEXT, REPOSITORY, UPSTREAM, Result, World, git, imports, write_tree
 from overlay.git import call
 from overlay.patchset import PatchSet
-from overlay.source import imported, module_name
+from overlay.source import module_name
 from staging import __main__ as staging
 from staging.features import Features
 
@@ -32,16 +30,6 @@ def test_every_file_and_patch_is_of_one_feature():
     assert staged.count("\n+++ b/") == series.count("\n+++ b/")
 
 
-def imports(path: Path, name: str, known: set[str]) -> set[str]:
-    """The modules of ``known`` that a file imports, anywhere in it."""
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    found = {full for node in nodes for _, full in imported(node, package)}
-    found |= {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
-    modules = {full if full in known else full.rpartition(".")[0] for full in found}
-    return modules & known
-
-
 def test_imports_lie_within_a_feature_and_what_it_needs():
     """Those in functions, tests and patches count too."""
     of = {path: FEATURES.patterns[FEATURES.fit(path)[-1]] for path in FEATURES.sources}
@@ -53,7 +41,8 @@ def test_imports_lie_within_a_feature_and_what_it_needs():
         patch = FEATURES.patch(name).decode()
         used = set(re.findall(r"^\+\s*(?:from|import) ([\w.]+)", patch, re.MULTILINE))
         for path in (path for path, one in python.items() if one == name):
-            used |= imports(FEATURES.sources[path], module_name(path), modules.keys())
+            found = imports(FEATURES.sources[path], module_name(path))
+            used |= {full if full in modules else full.rpartition(".")[0] for full in found}
         # The example is not submitted: some of its tests use this repository's whole runs.
         below = [*FEATURES.stack(name), *["unstaged"] * (name == "example")]
         assert [one for one in used & modules.keys() if modules[one] not in below] == [], name
