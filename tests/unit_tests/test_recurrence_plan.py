@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from megatron.core.token_layout import (
     PaddedLengths,
     contiguous_layout,
-    lengths_of_batch,
     pad_lengths,
     zigzag_layout,
 )
@@ -128,9 +127,3 @@ class TestRecurrencePlan:
     def test_refuses_tokens_that_do_not_divide(self):
         with pytest.raises(ValueError, match="cp=4 needs a padded total .* got 10"):
             plan_recurrence(PaddedLengths((10,), (10,)), 4, 0, torch.device("cpu"))
-
-    def test_refuses_boundaries_of_another_batch(self):
-        params = pad_lengths([5, 9], cp_size=2).packed_seq_params("cpu")
-        assert lengths_of_batch(params, 20).padded == (8, 12)
-        with pytest.raises(ValueError, match="end at 20, which does not match the 40 tokens"):
-            lengths_of_batch(params, 40)
