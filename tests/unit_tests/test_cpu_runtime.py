@@ -25,13 +25,6 @@ from tests.unit_tests.test_utilities import (
 pytestmark = pytest.mark.skipif(HAVE_CUDA, reason="this run uses its GPUs")
 
 
-def run_python(code: str) -> None:
-    """Run `code` in a process of its own, without the runtime that this one has installed."""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
 class TestDevices:
     @pytest.mark.parametrize("device", ["cuda", "cuda:3", 0, torch.device("cuda", 1)])
     def test_a_cuda_device_means_the_cpu(self, device):
@@ -149,32 +142,36 @@ class TestRandomState:
         assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
-class TestInstall:
-    def test_changes_nothing_before_installing_which_is_refused_over_a_used_gpu(self):
-        """Installing also rebinds functions that were imported before."""
-        run_python(
-            "import sys, torch; before = dict(vars(torch.cuda))\n"
-            "to, empty = torch.Tensor.to, torch.empty\n"
-            "import megatron.core, megatron.core.pipeline_parallel, megatron.core.models.gpt\n"
-            "from megatron.core.tensor_parallel import mappings, random\n"
-            "from megatron.core import jit\n"
-            "assert not any('cpu_runtime' in name for name in sys.modules)\n"
-            "from megatron.core.cpu_runtime import install\n"
-            "assert all(getattr(torch.cuda, name) is old for name, old in before.items())\n"
-            "assert torch.Tensor.to is to and torch.empty is empty\n"
-            "unused, torch.cuda.is_initialized = torch.cuda.is_initialized, lambda: True\n"
-            "try: install()\n"
-            "except RuntimeError as error: assert 'after CUDA had been initialised' in str(error)\n"
-            "else: raise AssertionError('not refused')\n"
-            "torch.cuda.is_initialized = unused\n"
-            "device, compiled = torch.cuda.device, torch.compile\n"
-            "install(); installed = torch.Tensor.to, torch.compile; install()\n"
-            "assert installed == (torch.Tensor.to, torch.compile)\n"
-            "assert torch.compile(print) is torch.compile(dynamic=True)(print) is print\n"
-            "assert device is not torch.cuda.device and compiled is not torch.compile\n"
-            "assert random.device_ctx_manager is torch.cuda.device\n"
-            "assert jit.jit_fuser is torch.compile\n"
-        )
+INSTALLING = """
+import sys, torch; before = dict(vars(torch.cuda))
+to, empty = torch.Tensor.to, torch.empty
+import megatron.core, megatron.core.pipeline_parallel, megatron.core.models.gpt
+from megatron.core.tensor_parallel import mappings, random
+from megatron.core import jit
+assert not any('cpu_runtime' in name for name in sys.modules)
+from megatron.core.cpu_runtime import install
+assert all(getattr(torch.cuda, name) is old for name, old in before.items())
+assert torch.Tensor.to is to and torch.empty is empty
+unused, torch.cuda.is_initialized = torch.cuda.is_initialized, lambda: True
+try: install()
+except RuntimeError as error: assert 'after CUDA had been initialised' in str(error)
+else: raise AssertionError('not refused')
+torch.cuda.is_initialized = unused
+device, compiled = torch.cuda.device, torch.compile
+install(); installed = torch.Tensor.to, torch.compile; install()
+assert installed == (torch.Tensor.to, torch.compile)
+assert torch.compile(print) is torch.compile(dynamic=True)(print) is print
+assert device is not torch.cuda.device and compiled is not torch.compile
+assert random.device_ctx_manager is torch.cuda.device
+assert jit.jit_fuser is torch.compile
+"""
+
+
+def test_installing_changes_nothing_before_and_is_refused_over_a_used_gpu():
+    """It also rebinds functions that were imported before. This process has installed it."""
+    command = [sys.executable, "-c", INSTALLING]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_gloo_takes_the_interface_that_is_named(monkeypatch):

@@ -190,8 +190,7 @@ def test_entries_count_the_rows_operations_and_memory_of_inputs(options):
             assert found == pytest.approx(kept, rel=near[1]), shapes
 
 
-class TestModelFile:
-    def test_reads_back_as_it_is_written(self, tmp_path):
-        preset = find_preset("tiny-omni")
-        write_preset(preset, tmp_path / "model.json")
-        assert find_preset(str(tmp_path / "model.json")) == preset
+def test_the_file_of_a_model_reads_back_as_it_is_written(tmp_path):
+    preset = find_preset("tiny-omni")
+    write_preset(preset, tmp_path / "model.json")
+    assert find_preset(str(tmp_path / "model.json")) == preset

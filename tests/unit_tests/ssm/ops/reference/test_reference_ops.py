@@ -199,36 +199,34 @@ class TestChunkGatedDeltaRule:
         torch.testing.assert_close(o, expected, rtol=0, atol=1e-6)
 
 
-class TestCausalConv1d:
-    @pytest.mark.parametrize("packed", [False, True])
-    @pytest.mark.parametrize("left_out", [(), ("bias", "initial_states")])
-    def test_equals_a_convolution_of_each_sample(self, packed, left_out):
-        """The memory order of the input is kept."""
-        shapes = {"x": (2, LENGTH, 5), "weight": (5, 4), "bias": (5,), "initial_states": (2, 5, 3)}
-        normal = numbers()
-        inputs = {name: normal(*s) for name, s in shapes.items() if name not in left_out}
-        inputs["x"] = inputs["x"].transpose(1, 2)
-        inputs["seq_idx"] = packed_rows() if packed else None
-        y = causal_conv1d_fn(**inputs, activation="silu")
-        assert_equal([y], [F.silu(conv_of_each_sample(**inputs))])
-        assert left_out == () or y.transpose(1, 2).is_contiguous()
-        with pytest.raises(ValueError, match="gelu"):
-            causal_conv1d_fn(**inputs, activation="gelu")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("left_out", [(), ("bias", "initial_states")])
+def test_a_causal_convolution_equals_one_of_each_sample(packed, left_out):
+    """The memory order of the input is kept."""
+    shapes = {"x": (2, LENGTH, 5), "weight": (5, 4), "bias": (5,), "initial_states": (2, 5, 3)}
+    normal = numbers()
+    inputs = {name: normal(*s) for name, s in shapes.items() if name not in left_out}
+    inputs["x"] = inputs["x"].transpose(1, 2)
+    inputs["seq_idx"] = packed_rows() if packed else None
+    y = causal_conv1d_fn(**inputs, activation="silu")
+    assert_equal([y], [F.silu(conv_of_each_sample(**inputs))])
+    assert left_out == () or y.transpose(1, 2).is_contiguous()
+    with pytest.raises(ValueError, match="gelu"):
+        causal_conv1d_fn(**inputs, activation="gelu")
 
 
-class TestGatedRMSNorm:
-    @pytest.mark.parametrize("size", [12, 4])
-    @pytest.mark.parametrize("norm_before_gate", [False, True])
-    @pytest.mark.parametrize("gated", [False, True])
-    def test_equals_group_by_group(self, size, norm_before_gate, gated):
-        x, z = torch.randn(2, 3, 5, 12, dtype=torch.float64)
-        norm = RMSNormGated(12, 1e-5, size, norm_before_gate, dtype=torch.float64)
-        torch.nn.init.normal_(norm.weight)
-        before, after = (1, F.silu(z)) if norm_before_gate else (F.silu(z), 1)
-        if not gated:
-            z, before, after = None, 1, 1
-        grouped = F.rms_norm((x * before).unflatten(-1, (-1, size)), (size,), eps=1e-5)
-        assert_equal([norm(x, z)], [grouped.flatten(-2) * norm.weight * after])
+@pytest.mark.parametrize("size", [12, 4])
+@pytest.mark.parametrize("norm_before_gate", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_gated_norm_equals_one_of_each_group(size, norm_before_gate, gated):
+    x, z = torch.randn(2, 3, 5, 12, dtype=torch.float64)
+    norm = RMSNormGated(12, 1e-5, size, norm_before_gate, dtype=torch.float64)
+    torch.nn.init.normal_(norm.weight)
+    before, after = (1, F.silu(z)) if norm_before_gate else (F.silu(z), 1)
+    if not gated:
+        z, before, after = None, 1, 1
+    grouped = F.rms_norm((x * before).unflatten(-1, (-1, size)), (size,), eps=1e-5)
+    assert_equal([norm(x, z)], [grouped.flatten(-2) * norm.weight * after])
 
 
 @pytest.mark.parametrize("packed", [False, True])
