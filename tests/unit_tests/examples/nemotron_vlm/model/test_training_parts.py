@@ -147,34 +147,30 @@ class TestFP8:
             assert images["encoder"].fp8_recipe == "tensorwise"
 
     @requires_world_size(1)
-    @pytest.mark.parametrize(("tiles", "recipe"), [(0, "tensorwise"), (1, "mxfp8"), (3, "delayed")])
-    def test_blank_tiles_fill_up_the_tokens(self, tiles, recipe):
-        """Matrix products in FP8 take multiples of 16 or 32 tokens; tiny's tile has 16 + 8."""
-        with trainer() as run:
-            encoder = run.stages[0].modality_submodules["images"].module.encoders["radio"]
-            given = torch.rand(tiles, 3, 16, 16) * 255
-            plain, layer, seen = encoder(given), encoder.radio.decoder.layers[0], []
-            encoder.config.fp8, encoder.config.fp8_recipe = "hybrid", recipe
-            layer.register_forward_hook(lambda *found: seen.append(found[2][0].shape))
-            torch.testing.assert_close(encoder(given), plain)
-        ((tokens, inputs, _),) = seen
-        multiple = 32 if recipe == "mxfp8" else 16
-        assert tokens * inputs % multiple == 0 and (inputs - tiles) * tokens <= multiple * 3
-
-    @requires_world_size(1)
     @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
     @pytest.mark.parametrize(
-        "grids", [[], [(4, 6)], [(2, 2), (2, 10), (4, 4)], [(4, 2), (2, 4)]], ids=str
+        "inputs", [0, 1, 3, [], [(4, 6)], [(2, 2), (2, 10), (4, 4)], [(4, 2), (2, 4)]], ids=str
     )
-    def test_a_blank_image_fills_up_the_tokens(self, grids, recipe):
-        with trainer("--dynamic-resolution") as run:
+    def test_blank_inputs_fill_up_the_tokens(self, inputs, recipe):
+        """Matrix products in FP8 take multiples of 16 or 32 tokens; tiny's tile has 16 + 8.
+
+        Inputs are a number of tiles, or the grids of images of any size.
+        """
+        are_tiles = isinstance(inputs, int)
+        with trainer(*["--dynamic-resolution"] * (not are_tiles)) as run:
             encoder = run.stages[0].modality_submodules["images"].module.encoders["radio"]
-            given = torch.rand(sum(a * b for a, b in grids), 3 * encoder.sizes.patch**2) * 255
-            grids = np.array([(0, *each) for each in grids], dtype=np.int64).reshape(-1, 3)
-            arguments = given, given[:0], grids
-            plain, layer, seen = encoder(*arguments), encoder.radio.decoder.layers[0], []
+            if are_tiles:
+                given = [torch.rand(inputs, 3, 16, 16) * 255]
+            else:
+                grids = np.array([(0, *each) for each in inputs], dtype=np.int64).reshape(-1, 3)
+                patches = torch.rand(sum(a * b for a, b in inputs), 3 * encoder.sizes.patch**2)
+                given = [patches * 255, patches[:0], grids]
+            plain, layer, seen = encoder(*given), encoder.radio.decoder.layers[0], []
             encoder.config.fp8, encoder.config.fp8_recipe = "hybrid", recipe
             layer.register_forward_hook(lambda *found: seen.append(found[2][0].shape))
-            torch.testing.assert_close(encoder(*arguments), plain)
-        ((tokens, _, _),) = seen
-        assert tokens % (32 if recipe == "mxfp8" else 16) == 0
+            torch.testing.assert_close(encoder(*given), plain)
+        ((tokens, count, _),) = seen
+        multiple = 32 if recipe == "mxfp8" else 16
+        assert tokens * count % multiple == 0
+        if are_tiles:
+            assert (count - inputs) * tokens <= multiple * 3
