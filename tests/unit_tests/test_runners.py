@@ -1,0 +1,100 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A lane of tests ends when it stands still, not by the clock, and prints what failed.
+
+The GPU cases can be imported where there is no GPU: a moved name must not wait for one. Without a
+library that they need, their run ends at once.
+"""
+
+import os
+import sys
+import threading
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import run
+from tests.run import ALL_BEGUN, _stage
+from tests.unit_tests.test_utilities import requires_world_size
+
+CASES = sorted(Path(__file__).parents[1].joinpath("gpu").glob("*.py"))
+SCRIPTS = ("conftest", "upstream_script")
+
+pytestmark = requires_world_size(1)
+
+PROGRAM = """
+import time
+def test_fails(): assert False, "the first reason"
+def test_works():
+    end = time.process_time() + 1.5
+    while time.process_time() < end: sum(range(10000))
+def test_stands_still(): time.sleep(600)
+def test_never_ends():
+    while True: sum(range(10000))
+def test_fails_after_it(): assert False, "the last reason"
+"""
+CONFTEST = """
+import os, sys, pytest
+from tests.unit_tests import watchdog
+watchdog.STILL_S, watchdog.LOOK_S, watchdog.LEAST_S, watchdog.MOST_S = 1.0, 0.2, 0.05, 3.0
+def end(reason):
+    print(reason, file=sys.__stderr__, flush=True)
+    os._exit(70)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    with watchdog.watched(lambda reason: end(f"{item.name}: {reason}"), None):
+        return (yield)
+"""
+
+
+def test_a_stage_prints_what_failed_and_goes_on_after_a_hang(tmp_path):
+    """Each test runs once, also after one that ended the process."""
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_cases.py").write_text(PROGRAM)
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "--tb=no", "--capture=sys"]
+    command += ["-p", "tests.conftest", "--rootdir", str(tmp_path), str(tmp_path)]
+    kept = ("PATH", "PYTHONPATH", "HOME")
+    environment = {name: os.environ[name] for name in kept if name in os.environ}
+    begun, said = tmp_path / "begun", tmp_path / "said"
+    with said.open("w") as file:
+        assert _stage(command, environment, begun, file)
+    text, lines = said.read_text(), begun.read_text().splitlines()
+    assert len(lines) == 6 and lines[-1] == ALL_BEGUN and len(set(lines)) == 6, text
+    assert "the first reason" in text and "the last reason" in text
+    assert "test_stands_still: no rank has worked for 1 s" in text
+    assert "test_never_ends: it has worked for over 3 s of CPU time" in text
+    assert "test_works: " not in text
+
+
+@pytest.mark.parametrize("name", [path.stem for path in CASES if path.stem not in SCRIPTS])
+def test_cases_can_be_imported(name):
+    assert import_module(f"tests.gpu.{name}")
+
+
+@pytest.mark.parametrize("error", ["", "OSError: no lib.so"], ids=["all", "broken"])
+def test_a_library_that_cannot_be_imported_is_named(error, tmp_path, monkeypatch):
+    code = "raise OSError('no\\nlib.so')" if error else ""
+    (tmp_path / "kernels_of_a_test.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    wanted = f"kernels_of_a_test: {error}" if error else ""
+    assert run.lacking(["json", "kernels_of_a_test"]) == wanted
+
+
+def test_a_signal_ends_a_stage_and_keeps_its_cases(tmp_path, monkeypatch):
+    record = tmp_path / "stage.jsonl"
+    monkeypatch.setattr(run, "ending", threading.Event())
+    lines = ['{"collected": ["a", "b"]}', '{"test": "a", "outcome": "passed"}']
+    command = ["sh", "-c", f"printf '%s\\n' '{lines[0]}' '{lines[1]}' > {record}; sleep 60"]
+    monkeypatch.setattr(run.Stage, "command", lambda *_: command)
+    stage = run.Stage("stage", 1, ("tests",))
+
+    def end() -> None:
+        while not record.exists() or record.read_text().count("\n") < 2:
+            pass
+        run._end()
+
+    threading.Thread(target=end).start()
+    cases = run._run([stage, stage], [], 1, {"ONE_RANK_RUNS": str(tmp_path)})
+    outcomes = {case["test"]: case["outcome"] for case in cases}
+    assert outcomes == {"a": "passed", "b": "missing"} and len(cases) == 2
