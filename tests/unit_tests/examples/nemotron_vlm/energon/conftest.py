@@ -11,20 +11,15 @@ import pytest
 from examples.mimo.nemotron_vlm.energon.__main__ import main
 from examples.mimo.nemotron_vlm.energon.records import kind_of
 from examples.mimo.nemotron_vlm.energon.store import DataSet
-from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
-    make_digits,
-    make_omni,
-    omni,
-    survey,
-)
+from tests.unit_tests.examples.nemotron_vlm.energon import digits_data
 
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make and survey 84 samples to train in four shards, 12 held out; tests change copies only."""
     path = tmp_path_factory.mktemp("data") / "digits"
-    make_digits(path, samples=96, seed=1)
-    survey(path)
+    digits_data.make_digits(path, samples=96, seed=1)
+    digits_data.survey(path)
     return path
 
 
@@ -39,8 +34,8 @@ def copied(digits, tmp_path) -> Path:
 def omni_shards(tmp_path_factory) -> Path:
     """84 lines of text, tones, clips, or several of them, to train, and 12 held out."""
     path = tmp_path_factory.mktemp("data") / "omni"
-    make_omni(path, samples=96, seed=1)
-    survey(path, makes=[omni])
+    digits_data.make_omni(path, samples=96, seed=1)
+    digits_data.survey(path, makes=[digits_data.omni])
     return path
 
 
@@ -48,7 +43,7 @@ def omni_shards(tmp_path_factory) -> Path:
 def extra(tmp_path_factory) -> Path:
     """A second data set: 21 samples to train, 3 held out; without survey."""
     path = tmp_path_factory.mktemp("other") / "other"
-    make_digits(path, samples=24, seed=2)
+    digits_data.make_digits(path, samples=24, seed=2)
     return path
 
 

@@ -24,16 +24,7 @@ from examples.mimo.nemotron_vlm.energon.store import open_split
 from examples.mimo.nemotron_vlm.energon.survey import STATES, load_survey
 from examples.mimo.nemotron_vlm.energon.videos import Watching
 from examples.mimo.nemotron_vlm.model.names import IMAGES
-from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
-    CLIPS,
-    CRUDE,
-    GRIDS,
-    READER,
-    byte_tokenizer,
-    image,
-    make_shard,
-    omni,
-)
+from tests.unit_tests.examples.nemotron_vlm.energon import digits_data
 from tests.unit_tests.examples.nemotron_vlm.energon.media_files import (
     colours,
     mp4,
@@ -43,7 +34,7 @@ from tests.unit_tests.examples.nemotron_vlm.energon.media_files import (
     sound,
 )
 
-PNG, ASK = image(16, 16), {"role": "user", "content": "a"}
+PNG, ASK = digits_data.image(16, 16), {"role": "user", "content": "a"}
 
 
 def of(text: object, **files: bytes) -> dict[str, bytes]:
@@ -131,7 +122,7 @@ MEDIA = [
         for data, why in (
             (b"", "Pillow finds no image"),
             (b"something", "damaged, or in a format that is not read: Pillow finds no image"),
-            (image(8, 8, "EPS"), "Pillow finds no image"),
+            (digits_data.image(8, 8, "EPS"), "Pillow finds no image"),
             (saved(Image.new("I", (4, 4), 70000), "TIFF"), f"mode I: {GREYS}"),
             (saved(Image.new("F", (4, 4), 0.5), "TIFF"), f"mode F: {GREYS}"),
             (saved(Image.new("1", (20000, 5000)), "PNG"), "exceeds limit of 89478485 pixels"),
@@ -139,7 +130,7 @@ MEDIA = [
             (saved(colours(), "JPEG")[:-50], "truncated"),
         )
     ),
-    (with_media(png=image(13, 13)), "bad image: image 1: damaged: MemoryError"),
+    (with_media(png=digits_data.image(13, 13)), "bad image: image 1: damaged: MemoryError"),
     (with_media(**{"1.png": PNG, "2.png": b"nothing"}), "bad image: image 2: damaged"),
     *(
         (one(*of_sound), f"bad sound: sound 1: {why}")
@@ -157,7 +148,10 @@ MEDIA = [
     (with_media(wav=sound(np.zeros(319))), "bad sound: sound 1: 319 samples, .* less than 320"),
     (with_media(wav=noise()[:-2]), f"bad sound: sound 1: {SHORT}"),
     (with_media(flac=noise(kind="FLAC")[:-200]), "bad sound: sound 1: "),
-    (clip(image(32, 24), image(24, 32)), "bad video: video 1: 2 of 2 frames, of 2 sizes"),
+    (
+        clip(digits_data.image(32, 24), digits_data.image(24, 32)),
+        "bad video: video 1: 2 of 2 frames, of 2 sizes",
+    ),
     (clip(PNG, b"nothing"), "bad video: video 1: frame 2: damaged, or in a format"),
     (with_media(mp4=b"\0\0\0\x20ftyp" + bytes(99)), "bad video: video 1: .*Invalid data found"),
     (with_media(mp4=mp4_without_video()), "bad video: video 1: an MP4 file without video"),
@@ -170,7 +164,7 @@ GOOD = [talk(ASK, answer()), talk(answer("Hi"), ASK, answer())]
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer")
-    return byte_tokenizer(path, None, ["<image>", "<so_embedding>"])
+    return digits_data.byte_tokenizer(path, None, ["<image>", "<so_embedding>"])
 
 
 class Panic(BaseException):
@@ -199,11 +193,11 @@ def libraries_raise(monkeypatch) -> None:
 def test_bad_samples_are_named_with_their_reasons_and_counted_by_kind(
     tmp_path, tokenizer, libraries_raise, capsys
 ):
-    make_shard(tmp_path, [*(sample for sample, _ in BAD), *GOOD], CRUDE)
+    digits_data.make_shard(tmp_path, [*(sample for sample, _ in BAD), *GOOD], digits_data.CRUDE)
     words = [str(tmp_path), "--tokenizer-model", str(tokenizer), "--model", "tiny-omni"]
     assert main([*words, "--dynamic-resolution", "--names", "1"]) == 0
     printed = capsys.readouterr().out
-    bad = load_survey(open_split(tmp_path, "train").datasets[0], omni(tokenizer)).bad
+    bad = load_survey(open_split(tmp_path, "train").datasets[0], digits_data.omni(tokenizer)).bad
     assert all(sample.name == f"a.tar/{sample.index}" for sample in bad)
     reasons = {sample.index: f"{STATES[sample.state]}: {sample.reason}" for sample in bad}
     assert reasons.keys() == set(range(len(BAD)))
@@ -220,14 +214,14 @@ def test_bad_samples_are_named_with_their_reasons_and_counted_by_kind(
 
 
 def test_strips_images_without_area_and_clips_of_unknown_speed_are_named(monkeypatch):
-    resizing = Resizing(replace(GRIDS, max_patches=10**6))
+    resizing = Resizing(replace(digits_data.GRIDS, max_patches=10**6))
     with pytest.raises(BadMedium, match="image 1: 4 × 200000 pixels are too long a strip"):
-        Encoder(None, resizing).read([Medium(IMAGES, (image(4, 200000),))])
+        Encoder(None, resizing).read([Medium(IMAGES, (digits_data.image(4, 200000),))])
     with pytest.raises(BadMedium, match='needs "fps" in its json'):
-        Watching(CLIPS, fps=2.0).frames_of((PNG, PNG), 0.0)
+        Watching(digits_data.CLIPS, fps=2.0).frames_of((PNG, PNG), 0.0)
     monkeypatch.setattr(images.Image, "open", lambda *_, **__: images.Image.new("RGB", (0, 7)))
     with pytest.raises(BadMedium, match="image 1: 0 × 7 pixels"):
-        READER.read([Medium(IMAGES, (b"",))])
+        digits_data.READER.read([Medium(IMAGES, (b"",))])
 
 
 SOUND_SAID = "sound needs soundfile, soxr: pip install '.[sound]'"
@@ -250,7 +244,7 @@ def test_a_missing_package_ends_a_survey(
     monkeypatch.delitem(sys.modules, package, raising=False)
     (tmp_path / f"{package}.py").write_text("raise ModuleNotFoundError")
     monkeypatch.syspath_prepend(tmp_path)
-    make_shard(tmp_path, [with_media(**media)], CRUDE)
+    digits_data.make_shard(tmp_path, [with_media(**media)], digits_data.CRUDE)
     words = [str(tmp_path), "--tokenizer-model", str(tokenizer), "--model", "tiny-omni"]
     assert main([*words, "--dynamic-resolution", "--workers", workers]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"error: {said}"

@@ -26,13 +26,7 @@ from examples.mimo.nemotron_vlm.energon.records import (
 )
 from examples.mimo.nemotron_vlm.model.names import IMAGES
 from megatron.energon import CrudeSample
-from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
-    CRUDE,
-    byte_tokenizer,
-    make_shard,
-    source,
-    survey,
-)
+from tests.unit_tests.examples.nemotron_vlm.energon import digits_data
 from tests.unit_tests.examples.nemotron_vlm.energon.templates import (
     SPECIAL,
     TEMPLATES,
@@ -138,8 +132,10 @@ def chats(tmp_path_factory):
     made = {}
     for name, template in TEMPLATES.items():
         path = tmp_path_factory.mktemp("tokenizers")
-        marked = AutoTokenizer.from_pretrained(byte_tokenizer(path / "a", template, SPECIAL))
-        plain = byte_tokenizer(path / "b", without_marks(template), SPECIAL)
+        marked = AutoTokenizer.from_pretrained(
+            digits_data.byte_tokenizer(path / "a", template, SPECIAL)
+        )
+        plain = digits_data.byte_tokenizer(path / "b", without_marks(template), SPECIAL)
         made[name] = marked, Chat(path / "a"), Chat(plain)
     return made
 
@@ -169,7 +165,7 @@ def test_tokens_and_loss_are_transformers(chats, template, content, messages):
 
 
 def test_without_a_template_a_plain_one_is_taken(tmp_path):
-    chat = Chat(byte_tokenizer(tmp_path, None, ["<image>"]))
+    chat = Chat(digits_data.byte_tokenizer(tmp_path, None, ["<image>"]))
     turns = [Turn("user", "is it 3 ?"), Turn("assistant", "3")]
     ids, bears = chat.encode([*turns, *turns])
     assert chat.words(ids) == "user: is it 3 ?\nassistant: 3\n" * 2
@@ -211,9 +207,9 @@ def test_what_asks_is_what_trained_or_said_to_differ(chats, name, more, way):
 def test_a_run_asks_as_all_its_samples_do(chats, tmp_path, names, asked):
     tokenizer = chats["nemotron"][1].path
     talks = [json.dumps({"messages": TALKS[name]}).encode() for name in names]
-    make_shard(tmp_path, [{"json": talk} for talk in talks], CRUDE)
-    survey(tmp_path, tokenizer, splits=["train"])
-    opened = source(tmp_path, tokenizer, seq_length=200)
+    digits_data.make_shard(tmp_path, [{"json": talk} for talk in talks], digits_data.CRUDE)
+    digits_data.survey(tmp_path, tokenizer, splits=["train"])
+    opened = digits_data.source(tmp_path, tokenizer, seq_length=200)
     assert opened.asked == asked
     found = [opened.question("train", number).asked for number in range(len(names))]
     wanted = {"plain": MODES[1], "reasoning": {}, "tags alone": {}}
@@ -249,7 +245,7 @@ def test_media_are_ordered_by_number_and_captions_are_answers_to_a_prompt():
 
 
 def test_a_tokenizer_has_its_own_image_token_and_what_it_lacks_is_named(chats, tmp_path):
-    path = byte_tokenizer(tmp_path / "t", TEMPLATES["chatml"], ["<|image_pad|>"])
+    path = digits_data.byte_tokenizer(tmp_path / "t", TEMPLATES["chatml"], ["<|image_pad|>"])
     chat, turns = Chat(path, "<|image_pad|>"), [Turn("user", "?"), Turn("assistant", "3")]
     ids, _ = chat.encode(place_media(turns, {IMAGES: 1})[0])
     assert (ids == chat.ids[IMAGES]).sum() == 1

@@ -25,15 +25,7 @@ from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.energon.__main__ import main
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from megatron.energon.cli.main import main as energon
-from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
-    image,
-    make_omni,
-    make_webdataset,
-    names,
-    omni,
-    source,
-    whole,
-)
+from tests.unit_tests.examples.nemotron_vlm.energon import digits_data
 from tests.unit_tests.examples.nemotron_vlm.energon.media_files import sound
 from tests.unit_tests.examples.nemotron_vlm.runs import options_of
 
@@ -100,13 +92,13 @@ def test_its_commands_make_a_data_set_and_a_blend(folder, monkeypatch):
     assert "39 with 1 · mean 0.67" in printed
     assert "recommended: --seq-length 32 --dynamic-resolution-max-patches 104, " in printed
     tokenizer = Path("build/digits/tokenizer")
-    assert source(Path("build/photos"), tokenizer, encoder=whole(tokenizer))
+    assert digits_data.source(Path("build/photos"), tokenizer, encoder=digits_data.whole(tokenizer))
     Path("build/blend.yaml").write_text(block("yaml", "MetadatasetV2"))
     run(block("bash", "tools/data/survey.py build/blend.yaml"))
-    opened = source(Path("build/blend.yaml"), Path("build/digits/tokenizer"))
+    opened = digits_data.source(Path("build/blend.yaml"), Path("build/digits/tokenizer"))
     drawn = [opened.name("train", number) for number in range(40)]
     assert sum("photos" in name for name in drawn) == 30
-    assert len(names(opened, "test", range(2))) == 2
+    assert len(digits_data.names(opened, "test", range(2))) == 2
 
 
 def test_its_data_with_video_and_sound_are_read(tmp_path, monkeypatch):
@@ -114,9 +106,9 @@ def test_its_data_with_video_and_sound_are_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = tmp_path / "build" / "omni"
     make, _, asked = block("bash", "--tasks omni").partition("\n")
-    make_omni(made, samples=16, seed=1)
+    digits_data.make_omni(made, samples=16, seed=1)
     assert "train: 14 samples in 1 shards, 14 good" in run(asked)
-    assert source(made, encoder=omni(made / "tokenizer"), seq_length=48)
+    assert digits_data.source(made, encoder=digits_data.omni(made / "tokenizer"), seq_length=48)
     assert make.split()[1] == "build/omni" and "--seq-length 48" in block("bash", "--encoder sound")
 
     talk = json.loads(block("json", '"messages"'))
@@ -126,17 +118,17 @@ def test_its_data_with_video_and_sound_are_read(tmp_path, monkeypatch):
     glass = tmp_path / "media" / "glass"
     glass.mkdir(parents=True)
     for number in range(11):
-        (glass / f"{number:02}.png").write_bytes(image(32, 24))
+        (glass / f"{number:02}.png").write_bytes(digits_data.image(32, 24))
     glass.with_suffix(".wav").write_bytes(sound(np.zeros(11025), 44100))
-    glass.with_name("odd.png").write_bytes(image(101, 7))
+    glass.with_name("odd.png").write_bytes(digits_data.image(101, 7))
     Path("talks.json").write_text(json.dumps([talk, more]))
     Path("talks.py").write_text(block("python", '"path" in item'))
     run(re.search("`(python talks.py .*?)`", DOCUMENT)[1])
     run(block("bash", "energon prepare").replace("photos", "talks"))
     printed = run(asked.replace("build/omni ", "build/talks "))
     assert "train: 1 samples in 1 shards, 1 good" in printed
-    given = {"encoder": omni(made / "tokenizer"), "seq_length": 999}
-    opened = source(made.with_name("talks"), made / "tokenizer", **given)
+    given = {"encoder": digits_data.omni(made / "tokenizer"), "seq_length": 999}
+    opened = digits_data.source(made.with_name("talks"), made / "tokenizer", **given)
     assert [each.ndim for each in opened.inputs("train", 0, IMAGES)] == [4, 3, 4]
     assert len(opened.inputs("train", 0, SOUND)) == 1
 
@@ -148,7 +140,7 @@ def test_a_missing_package_is_refused_with_the_extra(monkeypatch):
 
 
 def test_the_tool_does_not_write_over_data(digits, capsys):
-    assert make_webdataset.main([str(digits), "--samples", "8", "--seed", "0"]) == 2
+    assert digits_data.make_webdataset.main([str(digits), "--samples", "8", "--seed", "0"]) == 2
     assert "is there already" in capsys.readouterr().err
 
 

@@ -31,16 +31,8 @@ from examples.mimo.nemotron_vlm.energon.videos import Watching
 from examples.mimo.nemotron_vlm.model.media_sizes import grids_of, tubelets_of
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b
+from tests.unit_tests.examples.nemotron_vlm.energon import media_files
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import CLIPS, GRIDS, READER
-from tests.unit_tests.examples.nemotron_vlm.energon.media_files import (
-    DEEP,
-    OPAQUE,
-    SOUNDS,
-    TRANSPARENT,
-    mp4,
-    oriented,
-    saved,
-)
 
 TURNS = {"0": 0, "90": 3, "180": 2, "270": 1, "none": 0}
 """Quarters, counterclockwise, by which torchcodec turns a clip whose matrix turns clockwise."""
@@ -76,7 +68,7 @@ def on_white(path: Path) -> None:
 
 def scaled(path: Path) -> None:
     """Check greys as torchcodec reads paths for the processor; load_image clips at 255."""
-    wanted = np.round(DEEP / 65535 * 255).astype(np.uint8)
+    wanted = np.round(media_files.DEEP / 65535 * 255).astype(np.uint8)
     check_image(path, wanted[..., None].repeat(3, 2))
 
 
@@ -98,8 +90,8 @@ def clip(clockwise: str, path: Path) -> None:
         assert tubelets.equal(CLIPS.cut(torch.from_numpy(theirs.copy()).permute(0, 3, 1, 2)))
         assert len(watching.labels(extent)) == len(tubelets)
         _, every = Watching(CLIPS).frames_of((data,), 0.0)
-        images = tuple(saved(Image.fromarray(frame), "PNG") for frame in every)
-        in_pieces = mp4(clockwise, movflags="frag_keyframe+empty_moov")
+        images = tuple(media_files.saved(Image.fromarray(frame), "PNG") for frame in every)
+        in_pieces = media_files.mp4(clockwise, movflags="frag_keyframe+empty_moov")
         for files, fps in ((images, 4.0), ((in_pieces,), 0.0)):
             again, others = watching.frames_of(files, fps)
             assert again == extent and np.array_equal(others, frames)
@@ -117,17 +109,17 @@ def heard(path: Path) -> None:
 
 
 FILES = {
-    **{name: (opaque, data) for name, data in OPAQUE.items()},
-    **{name: (on_white, data) for name, data in TRANSPARENT.items()},
+    **{name: (opaque, data) for name, data in media_files.OPAQUE.items()},
+    **{name: (on_white, data) for name, data in media_files.TRANSPARENT.items()},
     **{
-        f"{kind} of 16 bits": (scaled, saved(Image.fromarray(DEEP), kind))
+        f"{kind} of 16 bits": (scaled, media_files.saved(Image.fromarray(media_files.DEEP), kind))
         for kind in ("PNG", "TIFF", "PPM", "JPEG2000")
     },
-    **{f"MP4 turned {turn}": (partial(clip, turn), mp4(turn)) for turn in TURNS},
-    **{name: (heard, data) for name, data in SOUNDS.items()},
+    **{f"MP4 turned {turn}": (partial(clip, turn), media_files.mp4(turn)) for turn in TURNS},
+    **{name: (heard, data) for name, data in media_files.SOUNDS.items()},
 }
 assert len(FILES) >= 100
-KINDS = {"MP4": VIDEO} | dict.fromkeys((name.split()[0] for name in SOUNDS), SOUND)
+KINDS = {"MP4": VIDEO} | dict.fromkeys((name.split()[0] for name in media_files.SOUNDS), SOUND)
 TIMES = 20
 """How often each file is damaged; the fuzz takes some seconds."""
 
@@ -185,7 +177,7 @@ def test_a_damaged_file_is_read_or_refused_in_a_line_also_if_it_is_only_measured
 
 def test_greys_of_16_bits_may_be_transparent_and_turned():
     deep = Image.fromarray(np.array([[0, 300, 600]], np.uint16))
-    found, _ = open_image(oriented("PNG", 6, deep, transparency=300))
+    found, _ = open_image(media_files.oriented("PNG", 6, deep, transparency=300))
     assert np.array(found)[..., 0].tolist() == [[0], [255], [2]]
 
 

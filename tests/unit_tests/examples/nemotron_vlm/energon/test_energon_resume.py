@@ -15,12 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from examples.mimo.common.errors import UserError
-from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
-    byte_tokenizer,
-    make_digits,
-    shared_digits,
-    survey,
-)
+from tests.unit_tests.examples.nemotron_vlm.energon import digits_data
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import PIPELINE, WORKERS, Row
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import check, trajectory
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
@@ -149,14 +144,14 @@ CASES = [
 @pytest.fixture(scope="module")
 def places():
     """Data sets by the names that options have for them."""
-    with shared_digits(samples=96) as data:
+    with digits_data.shared_digits(samples=96) as data:
         found = {name: data.with_name(name) for name in ("moved", "other", "tokenizer")}
         with Utils.first_rank_first() as first:
             if first:
                 shutil.copytree(data, found["moved"])
-                make_digits(found["other"], samples=96, seed=7)
-                survey(found["other"])
-                byte_tokenizer(found["tokenizer"], TEMPLATE, special=["<image>"])
+                digits_data.make_digits(found["other"], samples=96, seed=7)
+                digits_data.survey(found["other"])
+                digits_data.byte_tokenizer(found["tokenizer"], TEMPLATE, special=["<image>"])
         yield found | {"data": data}
 
 
@@ -252,7 +247,7 @@ def test_a_packed_trajectory_that_goes_on_in_another_layout_is_one_ranks(
     layout = "images:tp=2,dp=2 sound:dp=4", PIPELINE
     then = (("images:dp=4 sound:dp=4", "tp=2,dp=2,ep=2,etp=1", WORKERS),)
     row = Row(4, "packed shards of all media", *layout, then=then)
-    with shared_digits(samples=96) as data:
+    with digits_data.shared_digits(samples=96) as data:
         check(row, record_property, shards=data, saved=shared_path)
 
 
