@@ -94,6 +94,7 @@ class Application:
         what = "differs from the lock, as git diff shows: restore it or fetch anew"
         refuse(DIFFERS_FROM_LOCK, [f"{path} {what}" for path in wrong])
         patched, notices = series.build(self.patchset.series(version), read), []
+        refuse(FAILED, [one.problem for one in patched if one.problem])
         for one in [one for one in patched if one.left_out]:
             paths = git.paths_of(one.diff)
             absent = " or ".join(path for path in paths if read(path) is None)

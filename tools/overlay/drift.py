@@ -40,9 +40,10 @@ def drift(patchset: PatchSet, checkout: Checkout) -> tuple[list[str], int]:
         found = compare(ours, Version(Path(folder)), Version(root))
     gc.enable()
     names = sorted((*key, places) for key, places in found.items())
-    patches = series.port(patchset.series(checkout.version), checkout.read)
+    patched = series.build(patchset.series(checkout.version), checkout.read)
+    patches = list(map(_patch_state, patched))
     replaced = [path for path in patchset.overlay if path.startswith("megatron/")]
-    states = {path: _state(old.get(path), checkout.read(path)) for path in sorted(replaced)}
+    states = {path: _file_state(old.get(path), checkout.read(path)) for path in sorted(replaced)}
     files = [(state, path, "", []) for path, state in states.items() if state]
     lines = [f"Megatron-LM {checkout.version} against the pin {lock.pin}"]
     for title, rows in (
@@ -65,7 +66,17 @@ def _table(rows: list[Row]) -> list[str]:
     return lines
 
 
-def _state(before: bytes | None, after: bytes | None) -> str:
+def _patch_state(patch: series.Patched) -> Row:
+    if not patch.problem:
+        return "left out" if patch.left_out else "applies", patch.name, "", []
+    try:
+        git.apply(patch.name, patch.diff, patch.before, "--reverse")
+    except OverlayError:
+        return "conflicts", patch.name, patch.problem, git.paths_of(patch.diff)
+    return "already there", patch.name, "", []
+
+
+def _file_state(before: bytes | None, after: bytes | None) -> str:
     """Return what has become of a file of upstream's at the path of ours; empty without one."""
     if before == after:
         return "unchanged" if after else ""

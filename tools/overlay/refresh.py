@@ -51,10 +51,8 @@ def _table(patchset: PatchSet, version: str, beside: series.Original) -> dict[st
     def original(path: str) -> bytes | None:
         return tree[path] if path in tree else beside(path)
 
-    try:
-        patched = series.build(patchset.series(version), original)
-    except OverlayError as error:
-        raise OverlayError(FAILED, f"on {version}: {error.lines[0]}") from None
+    patched = series.build(patchset.series(version), original)
+    refuse(FAILED, [f"on {version}: {one.problem}" for one in patched if one.problem])
     own = {lock.pin: "", lock.next: NEXT}.get(version, "no patch")
     patchset.texts |= {one.name: one.text() for one in patched if one.name.startswith(own)}
     made = series.last_tree(patched)
