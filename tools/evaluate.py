@@ -43,9 +43,9 @@ def _evaluate(options: Namespace) -> None:
     from judging import mean_scores, scores_of
     from tqdm import tqdm
 
-    from conversion.directions import preset_of_run
     from conversion.their_model import Conversation, question_of
     from conversion.torch_dist import Checkpoint
+    from conversion.whole_models import preset_of_run
     from examples.mimo.nemotron_vlm.data import make_source
     from examples.mimo.nemotron_vlm.loop.metrics import read_metrics
     from examples.mimo.nemotron_vlm.loop.page import Shown, write_page

@@ -34,9 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import evaluate  # noqa: E402
 import generate  # noqa: E402
 
-from conversion.directions import preset_of_checkpoint  # noqa: E402
-from conversion.trained import _tokenizer  # noqa: E402
 from conversion.verify import Given, our_logits  # noqa: E402
+from conversion.whole_models import _tokenizer, preset_of_checkpoint  # noqa: E402
 
 LENGTH, ANSWER, SEED, SAMPLES = 64, 6, 1234, 4
 """Tokens of a sample, and of an answer at most; the program's default seed; number of samples."""

@@ -61,7 +61,7 @@ def _convert(options: argparse.Namespace) -> None:
 
 
 def _to_megatron(options: argparse.Namespace) -> None:
-    from conversion.directions import MODEL, to_megatron
+    from conversion.whole_models import MODEL, to_megatron
     from examples.mimo.nemotron_vlm.model.presets import find_preset
 
     base, out = find_preset(options.model), options.out
@@ -78,8 +78,7 @@ def _to_megatron(options: argparse.Namespace) -> None:
 
 
 def _to_hugging_face(options: argparse.Namespace) -> None:
-    from conversion.directions import to_hugging_face
-    from conversion.trained import export
+    from conversion.whole_models import export, to_hugging_face
 
     if options.adapter:
         from conversion.peft_files import to_peft

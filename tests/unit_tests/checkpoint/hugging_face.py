@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 
-from conversion.trained import their_config
+from conversion.whole_models import their_config
 from examples.mimo.nemotron_vlm.model.presets import LanguagePreset, tiny_omni
 
 SHARD = "20KB"

@@ -17,12 +17,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 
-from conversion.directions import MODEL, preset_of_run, whole_directory
 from conversion.merged import matrices_of, pairs_of
 from conversion.published import TensorFiles, write_file
 from conversion.rows import Shape, Slice, Translation, check_tensors, program_parts, rows_of
 from conversion.torch_dist import Checkpoint, write_checkpoint
-from conversion.trained import their_config
+from conversion.whole_models import MODEL, preset_of_run, their_config, whole_directory
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.model.encoders.hugging_face import check_values
 from examples.mimo.nemotron_vlm.model.part_settings import part_of

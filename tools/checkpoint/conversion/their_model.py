@@ -15,10 +15,9 @@ import transformers
 from einops import rearrange
 from torch.nn.utils.rnn import pad_sequence
 
-from conversion.directions import MODEL
 from conversion.nemotron_h import TIME_STEP_MIN
 from conversion.published import Published, config_of
-from conversion.trained import ASKED, INPUTS
+from conversion.whole_models import ASKED, INPUTS, MODEL
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import make_encoder
 from examples.mimo.nemotron_vlm.energon import conversation

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from conversion.directions import preset_of_checkpoint
 from conversion.merged import loading
 from conversion.their_model import embedded, their_model
 from conversion.torch_dist import Checkpoint
+from conversion.whole_models import preset_of_checkpoint
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
 from examples.mimo.nemotron_vlm.loop import run as program
