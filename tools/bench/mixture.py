@@ -6,12 +6,10 @@ What a picture shows does not matter to speed: it is a smooth field of random co
 matters, and the lengths of the conversation's turns, which have a long tail.
 """
 
-import io
-import json
 import os
 import subprocess
 import sys
-import wave
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
@@ -25,8 +23,8 @@ from PIL import Image
 DATA_TOOLS = Path(__file__).resolve().parents[1] / "data"
 sys.path.insert(0, str(DATA_TOOLS))
 
-from make_webdataset import OMNI, prepare, write_tokenizer  # noqa: E402
-from omni_tasks import image_bytes  # noqa: E402
+from make_webdataset import OMNI, conversation, prepare, write_tokenizer  # noqa: E402
+from omni_tasks import image_bytes, sound_bytes  # noqa: E402
 
 SHARDS = 16
 """Shards of the training part, which processes write and survey at the same time."""
@@ -67,9 +65,9 @@ def make(path: Path, samples: int, arguments: list[str]) -> list[str]:
     path.mkdir(parents=True)
     counts = {f"train-{n:04d}.tar": -(-samples // SHARDS) for n in range(SHARDS)}
     counts["val-0000.tar"] = max(8, samples // 50)
-    workers = min(SHARDS, os.cpu_count())
+    workers, write = min(SHARDS, os.cpu_count()), partial(write_shard, path, sample)
     with ProcessPoolExecutor(workers) as pool:
-        list(pool.map(partial(_write, path), counts, counts.values(), range(len(counts))))
+        list(pool.map(write, counts, counts.values(), range(len(counts))))
     prepare(path, list(counts))
     tokenizer = str(path / "tokenizer")
     write_tokenizer(Path(tokenizer), OMNI, VOCABULARY)
@@ -80,8 +78,8 @@ def make(path: Path, samples: int, arguments: list[str]) -> list[str]:
     return ["--data", f"energon:{path}", "--tokenizer-model", tokenizer]
 
 
-def _write(path: Path, name: str, count: int, seed: int) -> None:
-    """Write a shard of ``count`` samples."""
+def write_shard(path: Path, sample: Callable, name: str, count: int, seed: int) -> None:
+    """Write a shard of ``count`` samples, whose files ``sample`` draws."""
     draw = np.random.default_rng(seed)
     with webdataset.TarWriter(str(path / name), mtime=0) as tar:
         for number in range(count):
@@ -102,12 +100,8 @@ def sample(draw: np.random.Generator) -> dict[str, bytes]:
         asked = "<video>\n"
     elif kind == "sound":
         files, asked = {"wav": _noise(draw)}, "<sound>\n"
-    turns = []
-    for _ in range(draw.integers(1, 4)):
-        turns += [{"from": "human", "value": asked + _words(draw)}]
-        turns += [{"from": "gpt", "value": _words(draw)}]
-        asked = ""
-    return files | {"json": json.dumps({"conversations": turns}).encode()}
+    first, *texts = (_words(draw) for _ in range(2 * draw.integers(1, 4)))
+    return files | {"json": conversation(asked + first, *texts)}
 
 
 def picture(draw: np.random.Generator, width: int, height: int) -> bytes:
@@ -129,9 +123,4 @@ def _words(draw: np.random.Generator) -> str:
 
 
 def _noise(draw: np.random.Generator) -> bytes:
-    samples = draw.normal(0, 3000, int(RATE * draw.uniform(*SECONDS))).astype("<i2")
-    file = io.BytesIO()
-    with wave.open(file, "wb") as writer:
-        writer.setparams((1, 2, RATE, 0, "NONE", ""))
-        writer.writeframes(samples.tobytes())
-    return file.getvalue()
+    return sound_bytes(draw.normal(0, 3000, (int(RATE * draw.uniform(*SECONDS)), 1)), RATE)

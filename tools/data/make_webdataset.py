@@ -15,6 +15,7 @@ With --tasks omni, samples have words to read, tones to hear, clips to watch, or
 
 import contextlib
 import io
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -167,9 +168,10 @@ def _strip(draw: np.random.Generator, scans: np.ndarray) -> Image.Image:
     return strip.resize((height, length) if below else (length, height)).convert("RGB")
 
 
-def conversation(question: str, answer: str) -> bytes:
-    """Write one question and its answer as the JSON of a sample."""
-    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+def conversation(*texts: str) -> bytes:
+    """Write questions, each with the answer after it, as the JSON of a sample."""
+    whose = itertools.cycle(("human", "gpt"))
+    turns = [{"from": who, "value": text} for who, text in zip(whose, texts, strict=False)]
     return json.dumps({"conversations": turns}).encode()
 
 

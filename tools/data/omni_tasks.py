@@ -98,10 +98,13 @@ def tone(draw: np.random.Generator, *through: float) -> bytes:
     phase = np.cumsum(np.interp(times, range(len(through)), frequencies)) * (2 * np.pi / rate)
     loud = draw.uniform(0.2, 0.8)
     samples = loud * np.sin(phase)[:, None] + draw.normal(0, 0.02, (count, channels))
+    return sound_bytes(samples * 32000, rate)
+
+
+def sound_bytes(samples: np.ndarray, rate: int) -> bytes:
+    """Encode samples [n, channels], of at most 15 bits and a sign, as a WAV file."""
     file = io.BytesIO()
     with wave.open(file, "wb") as writer:
-        writer.setnchannels(channels)
-        writer.setsampwidth(2)
-        writer.setframerate(rate)
-        writer.writeframes((samples * 32000).clip(-32768, 32767).astype("<i2").tobytes())
+        writer.setparams((samples.shape[1], 2, rate, 0, "NONE", ""))
+        writer.writeframes(samples.clip(-32768, 32767).astype("<i2").tobytes())
     return file.getvalue()
