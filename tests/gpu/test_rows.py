@@ -233,12 +233,14 @@ def test_adapters_learn_on_a_base_in_fp8(layout, record_property):
             return [run.train_step() for _ in range(4)]
 
     expected, found = records(), records(*FP8_ALL)
-    allowed = {"loss": 2 * MOST, "grad_norm": 0.1}
     pairs = list(zip(found, expected, strict=True))
-    apart = {k: [abs(own[k] / other[k] - 1) for own, other in pairs] for k in allowed}
+    apart = {k: [abs(own[k] / other[k] - 1) for own, other in pairs] for k in ("loss", "grad_norm")}
     record_property("found", apart)
     assert found[0]["loss"] != expected[0]["loss"]
-    assert all(max(apart[k]) <= most for k, most in allowed.items()), apart
+    # The first step has the same weights. Adam's first updates are as large for any gradient, so
+    # rounding then moves weights as well.
+    first, *later = apart["loss"]
+    assert first <= 2 * MOST and max(later) <= 5 * MOST and max(apart["grad_norm"]) <= 0.1, apart
     assert found[-1]["loss"] < found[0]["loss"]
 
 
