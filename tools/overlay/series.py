@@ -47,8 +47,8 @@ def split(patch: bytes) -> tuple[bytes, bytes]:
 
 
 def build(patches: Files, original: Original) -> list[Patched]:
-    """Apply the patches in order to upstream's files, without those that have a problem; leave out
-    those of absent git-only files."""
+    """Apply the patches in order to upstream's files; leave out a patch with a problem, and a patch
+    of absent git-only files."""
     patched, tree = [], {}
     for name, patch in patches.items():
         header, diff = split(patch)

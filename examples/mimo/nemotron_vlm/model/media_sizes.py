@@ -66,7 +66,7 @@ def resized(images: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 class PatchGrids:
     """Settings of the grids.
 
-    patch: height and width of a patch in pixels. pixel_shuffle: so many patches high and wide is a
+    patch: height and width of a patch in pixels. pixel_shuffle: height and width in patches of a
     row of the language model's sequence. min_patches, max_patches: of an image.
     """
 
@@ -76,7 +76,7 @@ class PatchGrids:
     max_patches: int
 
     def size_of(self, height: int, width: int) -> int:
-        """Return the size, as data sources give it, of an image of so many pixels."""
+        """Return the size, as data sources give it, of an image of these pixels."""
         return packed_size(0, *self.grid_of(height, width))
 
     def rows(self, sizes: np.ndarray) -> np.ndarray:
@@ -84,7 +84,7 @@ class PatchGrids:
         return grids_of(sizes).prod(axis=1) // self.pixel_shuffle**2
 
     def grid_of(self, height: int, width: int) -> tuple[int, int]:
-        """Return the rows and columns of patches that an image of so many pixels is resized to.
+        """Return the rows and columns of patches to which an image of these pixels is resized.
 
         They are those of its own size, if they are from ``min_patches`` to ``max_patches``; else
         they shrink or grow alike. A multiple of the pixel shuffle's factor is taken of each.
@@ -127,7 +127,7 @@ class PatchGrids:
 class ClipGrids:
     """Settings of clips.
 
-    patch: height and width of a patch in pixels. pixel_shuffle: so many patches high and wide is a
+    patch: height and width of a patch in pixels. pixel_shuffle: height and width in patches of a
     row of the language model's sequence. tubelet: frames of a tubelet. patches: of a frame, about.
     """
 
@@ -137,13 +137,11 @@ class ClipGrids:
     patches: int
 
     def size_of(self, frames: int, height: int, width: int) -> int:
-        """Return the size, as data sources give it, of a clip of so many frames of so many
-        pixels.
-        """
+        """Return the size, as data sources give it, of a clip of these frames and pixels."""
         return packed_size(math.ceil(frames / self.tubelet), *self.grid_of(height, width))
 
     def grid_of(self, height: int, width: int) -> tuple[int, int]:
-        """Return the rows and columns of patches that a frame of so many pixels is resized to.
+        """Return the rows and columns of patches to which a frame of these pixels is resized.
 
         They have the frame's aspect ratio, about, and are multiples of the pixel shuffle's factor.
         """

@@ -30,8 +30,8 @@ the forward; both again in the backward, and one more all-gather for the weights
 TILE = 128
 """Rows that a product computes at once: the last rows of an expert fill half of them."""
 ADAPTED = 12
-"""How often an adapter reads or writes its layer's inputs: six times, and its outputs as often, of
-which a layer of two products has as many."""
+"""An adapter reads or writes its layer's inputs six times, and its outputs six times. A layer of
+two products has as many outputs as inputs."""
 COSTS = ("compute", "communication", "recompute")
 """Parts of an array of costs: seconds of forward and backward, of both ways of collectives, and of
 forwards that run again."""

@@ -141,7 +141,7 @@ def test_blends_keep_proportions_or_have_an_epoch(digits, extra, tmp_path):
 
 
 def test_a_sample_of_a_blend_has_the_sizes_of_its_own_images(digits, extra, tmp_path):
-    """Also if samples of one data set alone are asked for."""
+    """Samples of one data set of a blend may be asked for alone."""
     survey(extra)
     both = blend(tmp_path, {"blend": [{"path": str(digits)}, {"path": str(extra)}]})
     tokenizer = digits / "tokenizer"
