@@ -174,6 +174,22 @@ def test_installing_changes_nothing_before_and_is_refused_over_a_used_gpu():
     assert done.returncode == 0, done.stderr
 
 
+LATER = """
+import torch
+torch.compile = lambda function=None, **_: function or torch.compile  # as the program does
+from megatron.core import cpu_runtime
+cpu_runtime.install()
+from torch.nn.attention.bias import causal_lower_right
+"""
+
+
+def test_pytorch_s_compiler_may_be_imported_later():
+    """It refuses functions that have two of its rules by two names."""
+    command = [sys.executable, "-W", "ignore", "-c", LATER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_gloo_takes_the_interface_that_is_named(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere")
     with pytest.raises(RuntimeError, match="Unable to find address for: nowhere"):

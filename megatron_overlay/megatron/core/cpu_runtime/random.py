@@ -40,6 +40,11 @@ def manual_seed(seed: int) -> None:
     _GENERATOR.manual_seed(int(seed))
 
 
+def initial_seed() -> int:
+    """Return the seed that the generator was last given."""
+    return _GENERATOR.initial_seed()
+
+
 class Generators(Sequence):
     """Stand-in for `torch.cuda.default_generators` with one generator for all device indices."""
 

@@ -6,7 +6,9 @@ They are those of `torch.cpu`, whose waits return at once, with what `torch.cuda
 Events store the time at which they are recorded, so intervals between them are real measurements.
 """
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -48,15 +50,32 @@ class Event(torch.cpu.Event):
         return (end_event.time_s - self.time_s) * 1e3
 
 
-def set_stream(stream: Stream | None) -> None:
-    """Make `stream` the current one of `torch.cpu`; None changes nothing."""
-    torch.cpu.stream(stream).__enter__()
-
-
 _DEFAULT = Stream()
-set_stream(_DEFAULT)
+_current = _DEFAULT
 
 
 def default_stream(device=None) -> Stream:
     """Return the stream that is current until another one is set."""
     return _DEFAULT
+
+
+def current_stream(device=None) -> Stream:
+    """Return the stream that was set last, or the default stream."""
+    return _current
+
+
+def set_stream(stream: Stream | None) -> None:
+    """Make `stream` the current one; None changes nothing."""
+    global _current
+    _current = stream or _current
+
+
+@contextlib.contextmanager
+def stream(stream: Stream | None) -> Iterator[None]:
+    """Inside, `stream` is the current one; None changes nothing."""
+    before = _current
+    set_stream(stream)
+    try:
+        yield
+    finally:
+        set_stream(before)
