@@ -36,7 +36,7 @@ COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md")
 
 
 INPUTS = "inputs.json"
-"""File of how a trained model's inputs were prepared; names are those of the program's options."""
+"""File of how a trained model's inputs were prepared, with the names of the program's options."""
 
 PREPARED = ("prompt", "image_token", "max_tiles", "thumbnail", "dynamic_resolution")
 PREPARED += ("video_frames", "video_fps")
@@ -215,7 +215,7 @@ def _tokenizer(args: Namespace, out: Path) -> None:
         return
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-    # Ids are those of data/sample.py, and of the entry of sound.
+    # data/sample.py and the entry of sound have these ids.
     first = ["<pad>", "<s>", "</s>", "<image>", "read", "<so_embedding>", "<unk>"]
     words = {word: number for number, word in enumerate(first)}
     words |= {str(digit): FIRST_DIGIT + digit for digit in range(10)}

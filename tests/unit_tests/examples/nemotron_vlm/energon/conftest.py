@@ -56,7 +56,7 @@ class Reads(NamedTuple):
 
 @pytest.fixture
 def reads(monkeypatch) -> Reads:
-    """What is read from now on."""
+    """Record what data sets read in the test."""
     seen, read = Reads([], []), DataSet.raw
 
     def recorded(dataset: DataSet, index: int, *more, **kinds) -> dict[str, bytes]:

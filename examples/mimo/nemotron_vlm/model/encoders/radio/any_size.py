@@ -3,7 +3,7 @@
 """RADIO on whole images of any size, and on clips, as Nemotron 3 Nano Omni has it.
 
 An image is resized to a *grid* of patches, rows and columns, near its own. A clip is tubelets of
-some frames each, of one grid (media_sizes.py). The patches of all images, and then those of all
+some frames each, of one grid (media_sizes.py). The patches of all images, and then of all
 tubelets, are one packed sequence, in which each image and each tubelet attends to itself alone. The
 host knows every grid, so that nothing waits for the device.
 """
