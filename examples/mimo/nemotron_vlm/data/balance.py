@@ -43,13 +43,18 @@ def assign_rows(
 
 
 def in_turns(placed: np.ndarray, encoders: Sequence[int]) -> np.ndarray:
-    """Order microbatches by work for encoders: the most, the least, the second most, and so on.
+    """Order microbatches by work for encoders: heavy and light in turn, the heaviest and the
+    lightest last.
 
-    The host starts the kernels of a light microbatch more slowly than the GPU ends them. After a
-    heavy one it has a lead. Microbatches that are encoded at once also have nearly the same work.
+    The host starts the kernels of a light microbatch, and of sounds, more slowly than the GPU ends
+    them. It has a lead after heavy ones, and none at a step's beginning. Microbatches that are
+    encoded at once also have nearly the same work.
     """
-    most = np.argsort(-np.asarray(encoders)[placed].sum(axis=(1, 2)), kind="stable")
-    return placed[np.stack([most, most[::-1]], axis=1).reshape(-1)[: len(most)]]
+    least = np.argsort(np.asarray(encoders)[placed].sum(axis=(1, 2)), kind="stable")
+    half = len(least) // 2
+    order = np.empty_like(least)
+    order[::2], order[1::2] = least[half:], least[:half][::-1]
+    return placed[order]
 
 
 def _exchange(placed: np.ndarray, work: np.ndarray, load: np.ndarray) -> None:

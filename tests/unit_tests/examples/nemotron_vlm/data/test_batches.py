@@ -214,6 +214,7 @@ class TestBalance:
         assert sorted(placed.flat) == list(range(2 * count))
         falls, rises = np.diff(work)[::2], np.diff(work)[1::2]
         assert (falls < 0).all() and (rises > 0).all()
+        assert sorted(work[-2:]) == [work.min(), work.max()]
 
     @given(st.lists(st.integers(1, 60), max_size=12), st.integers(1, 5))
     def test_inputs_are_cut_where_it_is_nearest_to_even(self, weights, parts):
