@@ -56,6 +56,7 @@ AHEAD = "tests/gpu/test_rows.py::test_two_gpus_run_ahead"
 IN_16_BITS = "tests/gpu/test_rows.py::test_two_gpus_in_16_bits"
 KERNELS = "tests/gpu/test_recurrence.py"
 WAITS = "tests/gpu/test_host_waits.py"
+STATE = "tests/gpu/test_state.py"
 ON_ONE = ("tests/gpu/test_attention.py", "tests/gpu/test_soak.py")
 UNITS = "tests/unit_tests"
 LOOP = f"{UNITS}/examples/nemotron_vlm/loop"
@@ -101,7 +102,7 @@ class Stage:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         launch = launch if self.ranks == 2 else []
         pytest = ["-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
-        elsewhere = (*PROGRAMS, AHEAD, IN_16_BITS, KERNELS, WAITS, *ON_ONE)
+        elsewhere = (*PROGRAMS, AHEAD, IN_16_BITS, KERNELS, WAITS, STATE, *ON_ONE)
         others = [path for path in elsewhere if path not in self.paths]
         left_out = [f"--deselect={path}" for path in others]
         left_out += [f"--ignore={path}" for path in LEFT_OUT.get(self.paths[0], ())]
@@ -121,8 +122,10 @@ def lanes(ranks: int) -> list[list[Stage]]:
         [Stage("cases on one GPU", 1, (CASES,))],
         [Stage("unit tests on one GPU", 1, units, first=ranks - 1), others],
         [Stage(Path(path).stem, 1, (path,)) for path in PROGRAMS],
+        [Stage("state on one GPU", 1, (STATE,), first=ranks - 1)],
     ]
     if ranks == 2:
+        found[-1].append(Stage("state on two GPUs", 2, (STATE,)))
         ahead = Stage("cases that run ahead", 2, (AHEAD,))
         kernels = Stage("recurrent kernels and waits on two GPUs", 2, (KERNELS, WAITS))
         found.append([Stage("cases on two GPUs", 2, (CASES,))])
@@ -238,8 +241,15 @@ running: set[int] = set()
 def _end(*_) -> None:
     ending.set()
     for group in tuple(running):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+        _send(group, signal.SIGTERM)
+
+
+def _send(group: int, number: signal.Signals) -> None:
+    """Send a process group a signal. SIGTERM reaches the ranks, too: torchrun ends them, which are
+    no part of its group.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
 
 
 def _ended(command: list[str], environment: dict[str, str], output) -> int:
@@ -256,7 +266,10 @@ def _ended(command: list[str], environment: dict[str, str], output) -> int:
     try:
         return process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        _send(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        _send(process.pid, signal.SIGKILL)
         return -1
     finally:
         running.discard(process.pid)

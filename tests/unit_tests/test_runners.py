@@ -81,16 +81,19 @@ def test_a_library_that_cannot_be_imported_is_named(error, tmp_path, monkeypatch
     assert run.lacking(["json", "kernels_of_a_test"]) == wanted
 
 
-def test_a_signal_ends_a_stage_and_keeps_its_cases(tmp_path, monkeypatch):
+def test_a_signal_ends_a_stages_ranks_and_keeps_its_cases(tmp_path, monkeypatch):
     record = tmp_path / "stage.jsonl"
     monkeypatch.setattr(run, "ending", threading.Event())
     lines = ['{"collected": ["a", "b"]}', '{"test": "a", "outcome": "passed"}']
-    command = ["sh", "-c", f"printf '%s\\n' '{lines[0]}' '{lines[1]}' > {record}; sleep 60"]
+    rank = tmp_path / "rank"  # in a session of its own, as torchrun's
+    started = f"setsid sh -c 'echo $$ > {rank}; exec sleep 60' & trap 'kill $!; wait; exit' TERM"
+    told = f"printf '%s\\n' '{lines[0]}' '{lines[1]}' > {record}; wait"
+    command = ["sh", "-c", f"{started}; {told}"]
     monkeypatch.setattr(run.Stage, "command", lambda *_: command)
     stage = run.Stage("stage", 1, ("tests",))
 
     def end() -> None:
-        while not record.exists() or record.read_text().count("\n") < 2:
+        while not all(path.exists() and path.read_text() for path in (rank, record)):
             pass
         run._end()
 
@@ -98,3 +101,4 @@ def test_a_signal_ends_a_stage_and_keeps_its_cases(tmp_path, monkeypatch):
     cases = run._run([stage, stage], [], 1, {"ONE_RANK_RUNS": str(tmp_path)})
     outcomes = {case["test"]: case["outcome"] for case in cases}
     assert outcomes == {"a": "passed", "b": "missing"} and len(cases) == 2
+    assert not Path("/proc", rank.read_text().strip()).exists()
