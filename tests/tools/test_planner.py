@@ -8,6 +8,7 @@ import re
 import shlex
 from argparse import Namespace
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -236,8 +237,9 @@ def test_state_has_the_types_that_the_optimizer_keeps(
     options, gradient, gpu, host, saved, logit, monkeypatch
 ):
     """Bytes of a gradient and of Adam's state, by the documentation of Megatron and FusedAdam; a
-    checkpoint has whole weights, moments in bf16 or fp32, and the bf16 weights. Logits and their
-    gradients are in bf16; Megatron's loss has an fp32 softmax and gradient."""
+    checkpoint has whole weights, moments in bf16 or fp32, and the bf16 weights. State on the host
+    is copied in a step. Logits and their gradients are in bf16; Megatron's loss has an fp32 softmax
+    and gradient."""
     monkeypatch.setattr(derived, "has_loss_kernel", lambda: logit == 4)
     asked = plan_of(Run.of(shlex.split(f"--device cuda --bf16 --plan 2 {options}"), 2))
     (parts,), (of_host,) = memory.memory_of(asked).values(), memory.host_memory_of(asked)
@@ -245,6 +247,10 @@ def test_state_has_the_types_that_the_optimizer_keeps(
     assert parts["gradients"] == gradient * numbers
     assert numbers / 2 <= shard <= numbers
     assert of_host == pytest.approx({"state": shard * host, "save": shard * (saved + 2)})
+    machine = replace(asked.task.machine, host_bandwidth=math.inf)
+    times = [step_time(replace(asked, task=replace(asked.task, machine=machine))), step_time(asked)]
+    copies = times[1]["optimizer"] - times[0]["optimizer"]
+    assert copies == pytest.approx(of_host["state"] / 64e9)
     tokens = asked.layouts.batch.micro_size * asked.layouts.batch.seq_length
     assert parts["loss"] == logit * tokens * asked.task.preset.language.vocab_size
 

@@ -66,6 +66,7 @@ class Machine:
     microbatch_overhead: float = 0.009  # of a microbatch, in addition to all layers
     step_overhead: float = 0.0295  # of a step
     memory_bandwidth: float = 2.95e12  # bytes per second that the optimizer reads and writes
+    host_bandwidth: float = 64e9  # of copies from its host, or to it: PCIe 5.0, 16 lanes
     precision: int = 2  # bytes of a parameter, 2 or 4
     reserved_bytes: float = 10e9  # what tensors cannot use: context, communication buffers
     gpus_per_node: int = 8  # ranks that the node's links connect

@@ -150,9 +150,12 @@ def after_backward(task: Task, layouts: Layouts) -> tuple[float, float]:
     groups = [groups_of(lay, machine.gpus_per_node, first) for lay, first in firsts]
     replicas = [*(each["dp_cp"] for each in groups), groups[-1]["expt_dp"]]
     gradient, width, sent, adam = task.state.gradient, machine.precision, 0.0, 0.0
+    copied = 0.0  # each way at the same time
     # Adam reads a gradient twice, reads and writes its state, and writes the parameter.
     in_adam = 2 * gradient + 2 * task.state.optimizer + width
     for group, numbers in zip(replicas, most, strict=True):
         sent += machine.gather(group, (gradient + width) * numbers)
         adam += in_adam * numbers / group.size + gradient * numbers
-    return sent, adam / machine.memory_bandwidth + machine.step_overhead
+        copied += task.state.on_host * numbers / group.size
+    on_gpu = adam / machine.memory_bandwidth + machine.step_overhead
+    return sent, on_gpu + copied / machine.host_bandwidth
