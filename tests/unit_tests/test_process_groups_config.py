@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.parallel_state import RankGenerator
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.process_groups_from_grid import EXPERT_FIELDS, SAME_GROUPS, groups_from_grid
+from megatron.core.process_groups_from_grid import groups_from_grid
 
 ALWAYS_NONE = {"hcp", "inter_dist_opt", "dp_cp_ag", "expt_dp_ag", "gtp_remat", "expt_gtp_remat"}
 ALL_FIELDS = {f.name for f in fields(ProcessGroupCollection)}
@@ -132,29 +132,10 @@ class TestFields:
                 assert groups["embd"] == (ends if rank in ends else None)
                 assert groups["pos_embd"] == ([first] if rank == first else None)
 
-    def test_expert_fields_are_none_without_an_expert_view(self):
-        groups = fields_of(0, tp=2, dp=2)
-        without = {name for name, group in groups.items() if group is None}
-        same = {field for field, of in SAME_GROUPS.items() if of in EXPERT_FIELDS}
-        assert without == ALWAYS_NONE | set(EXPERT_FIELDS) | same
-
-    def test_rank_outside_the_grid_takes_part_and_has_no_collection(self):
-        """The result is None, not a collection of Nones, which would mean unsharded weights."""
-        recorded = [RecordedGroups(rank) for rank in (9, 4)]
-        found = []
-        for groups in recorded:
-            with groups:
-                grid = make_grid(tp=2, dp=2, expert=[1, 2, 2], rank_offset=4)
-                found.append(groups_from_grid(grid))
-        assert found[0] is None and found[1] is not None
-        assert recorded[0].enumerations == recorded[1].enumerations
-
-    @pytest.mark.parametrize("instances", [1, 2])
-    def test_a_grid_without_cp_has_one_cp_rank(self, instances):
+    def test_a_grid_without_cp_has_one_cp_rank(self):
         with RecordedGroups(5):
-            groups = groups_from_grid(HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"]), instances)
-        assert groups == fields_of(5, tp=2, dp=2, pp=2, instances=instances)
-        assert groups["cp"] == [5]
+            groups = groups_from_grid(HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"]), 2)
+        assert groups == fields_of(5, tp=2, dp=2, pp=2, instances=2)
 
 
 class TestGroupCount:
@@ -177,6 +158,7 @@ class TestGroupCount:
             recorded.breaks_at = None
             first = groups_from_grid(grid)
             made = len(recorded.enumerations)
+            assert first["ep"] is first["expt_dp"] is None  # there is no view of experts
             assert all(first[name] is group for name, group in groups_from_grid(grid).items())
             assert len(recorded.enumerations) == made
             grid.destroy()

@@ -7,7 +7,7 @@ import torch
 
 from megatron.core import parallel_state
 from tests.unit_tests.no_host_sync import no_host_sync
-from tests.unit_tests.test_utilities import Utils, requires_world_size
+from tests.unit_tests.test_utilities import Utils
 
 
 def test_a_read_of_a_global_group_is_refused():
@@ -22,12 +22,3 @@ def test_waiting_for_a_value_is_refused():
         with pytest.raises((AssertionError, RuntimeError)):
             doubled.item()
     assert doubled.item() == 2
-
-
-@requires_world_size(2)
-def test_ranks_share_a_directory(shared_path):
-    (shared_path / str(Utils.rank)).touch()
-    torch.distributed.barrier()
-    found = {path.name for path in shared_path.iterdir()}
-    torch.distributed.barrier()  # the first rank deletes the folder when it has left the test
-    assert found == {"0", "1"}

@@ -113,13 +113,6 @@ class TestEqualsOneRank:
             pair.assert_equal(hidden, lengths, packed=True)
 
 
-@rows(layer=DELTA_NET, world=2)
-def test_another_activation_is_refused(pair, monkeypatch):
-    monkeypatch.setattr(pair.sharded, "activation", "gelu")
-    with pytest.raises(ValueError, match="whose activation is silu, not gelu"):
-        call(pair.sharded, random_rows(4, BATCH, HIDDEN, seed=1), None)
-
-
 @rows(options=NORM_AGAIN)
 def test_a_norm_that_was_discarded_is_computed_again(pair, monkeypatch):
     norm = mock.Mock(wraps=pair.sharded._apply_gated_norm)

@@ -236,13 +236,6 @@ def test_fused_permutations_leave_anything_in_the_rows_after_the_experts(groups_
 
 
 @requires_world_size(1)
-@pytest.mark.parametrize("option", ["add_bias_linear", "gated_linear_unit"])
-def test_what_grouped_gemms_do_not_compute_is_refused(groups_of, option):
-    with pytest.raises(ValueError, match="takes no biases and no gated units"):
-        make(groups_of(1, 1), config_of(**ON_DEVICE, **{option: True}), False, is_own=True)
-
-
-@requires_world_size(1)
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 def test_only_hoppers_grouped_gemm_is_used(groups_of, capability, dispatcher, monkeypatch):

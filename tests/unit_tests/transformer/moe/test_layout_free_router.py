@@ -11,7 +11,6 @@ import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.layout_free_router import LayoutFreeRouter, freeze_routers
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
@@ -69,20 +68,6 @@ def alone():
     Utils.initialize_distributed()
     with Utils.group_of_first_ranks(1) as group:
         yield ProcessGroupCollection(**dict.fromkeys(("tp", "cp", "tp_cp", "tp_dp_cp"), group))
-
-
-@requires_world_size(1)
-def test_padding_is_left_out_where_upstream_leaves_it_out_too(alone, monkeypatch):
-    """Later versions of upstream leave it out: the mask must not be widened twice."""
-
-    def upstreams(router, routing_map, padding_mask=None):
-        if padding_mask is not None:
-            routing_map = routing_map & ~padding_mask.unsqueeze(-1)
-        router.local_tokens_per_expert += routing_map.sum(0)
-
-    monkeypatch.setattr(TopKRouter, "_apply_expert_bias", upstreams)
-    _, counts = balance(router_of(alone, "aux_loss"), *whole_batch())
-    assert counts.sum() == 2 * sum(REAL_TOKENS)
 
 
 @requires_world_size(1)
