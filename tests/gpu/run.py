@@ -72,7 +72,6 @@ UNITS_OF_ONE += ("tensor_parallel/test_weight_gradient.py",)
 UNITS_OF_ONE += tuple(
     f"examples/nemotron_vlm/{path}"
     for path in (
-        "model/test_training_parts.py::test_without_tiles_every_parameter_has_a_gradient",
         "model/test_training_parts.py::test_packed_samples_train_as_samples_one_by_one",
         "loop/test_loop.py",
         "loop/test_metrics.py",

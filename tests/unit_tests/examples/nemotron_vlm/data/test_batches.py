@@ -9,7 +9,6 @@ from itertools import islice
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,14 +19,11 @@ from examples.mimo.nemotron_vlm.data.balance import assign_rows, cut_evenly, in_
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows, best_fit
-from examples.mimo.nemotron_vlm.data.sample import Text
 from examples.mimo.nemotron_vlm.data.step_plan import InputRange, Share, StepPlan, StepWork, Take
 from examples.mimo.nemotron_vlm.model.names import IMAGE, IMAGES
 from examples.mimo.nemotron_vlm.model.presets import nano_vl_30b_a3b, tiny
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
-from megatron.core.models.mimo.partition.language_batch import packed_parameters
 from megatron.core.token_layout import PaddedLengths, zigzag_layout
-from tests.unit_tests.no_host_sync import no_host_sync
 
 SEQ_LENGTH = 32
 TOKENS_PER_TILE = 4
@@ -251,36 +247,6 @@ class TestReader:
     def test_a_sample_with_another_number_of_image_tokens_is_named(self):
         wrong = reader(WrongCount(16, TOKENS_PER_TILE, SEQ_LENGTH, 0), None, SEQ_LENGTH)
         assert wrong[one_take([[7]], [])].startswith("sample 7 of train has 0 tokens of images for")
-
-    def test_texts_are_read_once_and_inputs_where_they_are_encoded(self, monkeypatch):
-        """With CP, also the texts of samples that others consume, for the owners of their rows."""
-        reads = Counter()
-        for name in ("text", "tiles"):
-            read = getattr(DigitStrips, name)
-
-            def counted(source, split, number, read=read, name=name):
-                reads[name, number] += 1
-                return read(source, split, number)
-
-            monkeypatch.setattr(DigitStrips, name, counted)
-        one = one_take([[3, 5]], [InputRange(9, 0, 1)], [TOKENS_PER_TILE], [0])
-        assert "batch_plan" in reader(self.SOURCE, Packing(8, 8), 64)[one]
-        assert reads == Counter([("text", 3), ("text", 5), ("text", 9), ("tiles", 9)])
-
-    def test_packed_samples_lie_end_to_end_and_each_begins_at_position_0(self):
-        packing = Packing(window=8, multiple=8)
-        batch = reader(self.SOURCE, packing, 64)[one_take([[3, 5]], [], [0], [0])]
-        texts = [self.SOURCE.text("train", n) for n in (3, 5)]
-        bounds = batch["packing_kwargs"]["cu_seqlens_q"].tolist()
-        with no_host_sync():
-            packed_parameters(batch["packing_kwargs"], batch["batch_plan"].lengths)
-        assert bounds[-1] == 64 and all(bound % 8 == 0 for bound in bounds)
-        for text, first, end in zip(texts, bounds, bounds[1:], strict=False):
-            length = len(text.input_ids)
-            for name in Text._fields:
-                assert batch[name][0, first : first + length].equal(getattr(text, name))
-            assert batch["loss_mask"][0, first + length : end].sum() == 0
-            assert batch["position_ids"][0, first:end].equal(torch.arange(end - first))
 
     def test_a_rank_that_encodes_some_tiles_of_a_sample_owns_their_tokens(self):
         number = next(n for n in range(99) if self.SOURCE.costs("train", n, 1)[0, 1] == 3)

@@ -66,12 +66,6 @@ def test_an_image_has_their_grid(grids):
             assert grids.grid_of(*shape) == THEIRS["get_patch_grid_size"](*shape, *limits)
 
 
-def test_an_image_is_cut_into_their_patches():
-    image = torch.randint(256, (3, 96, 64), dtype=torch.uint8)
-    wanted = THEIRS["convert_image_to_patches"](image[None].float(), 4)[0]
-    assert PatchGrids(4, 2, 4, 1000).cut(image).flatten(0, 1).equal(wanted)
-
-
 def processor(grids: ClipGrids) -> NemotronH_Omni_Reasoning_V3VideoProcessor:
     """Theirs, whose frames are pixels divided by 255."""
     return NemotronH_Omni_Reasoning_V3VideoProcessor(
