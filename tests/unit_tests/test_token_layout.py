@@ -122,10 +122,6 @@ class TestLayouts:
         owners = (layout.places // max(layout.shard_size, 1))[padded.valid]
         assert zigzag_owners(padded, cp).tolist() == owners.tolist()
 
-    def test_contiguous_runs_across_sample_boundaries(self):
-        tokens = contiguous_layout(PaddedLengths((3, 5), (4, 8)), cp_size=3).tokens
-        assert tokens.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-
 
 class TestRoutes:
     @given(lengths_of_samples, cp_sizes, st.sampled_from((1, 2, 4)))

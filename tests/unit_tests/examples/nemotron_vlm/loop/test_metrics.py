@@ -3,7 +3,6 @@
 """A run tells its steps in records, on boards and in the terminal's lines."""
 
 import gc
-import io
 import json
 import resource
 import sys
@@ -17,13 +16,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from examples.mimo.common.standing import Standing
-from examples.mimo.nemotron_vlm.loop import metrics, terminal
+from examples.mimo.nemotron_vlm.loop import metrics
 from examples.mimo.nemotron_vlm.loop.forward_step import LOSS, TOKENS
 from examples.mimo.nemotron_vlm.loop.metrics import MetricsWriter, observed, read_metrics
 from examples.mimo.nemotron_vlm.loop.outputs import Log
 from examples.mimo.nemotron_vlm.loop.run import train
-from examples.mimo.nemotron_vlm.loop.terminal import ending
 from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.training import training
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import trajectory
@@ -139,17 +136,6 @@ class TestMetrics:
             "step 5 of 5: loss 0.5, skipped steps 1",
         ]
 
-    def test_the_bar_fits_80_columns_and_keeps_the_accuracy(self, monkeypatch):
-        monkeypatch.setattr("os.get_terminal_size", lambda _: (80, 24))
-        monkeypatch.setitem(metrics.BAR, "mininterval", 0)
-        monkeypatch.setattr(sys, "stderr", terminal := io.StringIO())
-        terminal.isatty, terminal.fileno = lambda: True, lambda: 2
-        writer = MetricsWriter(None, total_steps=50_000)
-        for step, more in ((10_000, {"eval_accuracy": 0.984}), (10_001, {"tflops": 388.0})):
-            writer.write({"step": step, "loss": 0.0123, "tokens_per_s": 12705.0} | more)
-        shown = terminal.getvalue().rpartition("\r")[2]
-        assert "| loss 0.0123, accuracy 0.984, tokens/s 12,705, " in shown and len(shown) == 79
-
     def test_records_that_a_full_disk_does_not_take_are_written_later(self, tmp_path):
         path = tmp_path / "metrics.jsonl"
         writer, most = MetricsWriter(path, 5), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -168,28 +154,3 @@ class TestMetrics:
         with Log(Path("/dev/full")) as log:
             for _ in range(3):
                 print("x" * 10_000, file=log, flush=True)
-
-    def test_steps_that_are_run_again_replace_their_records(self, tmp_path):
-        path = tmp_path / "metrics.jsonl"
-        for records in ([(1, 3.25), (2, 2.5), (2, 1.0), (3, 1.0)], [(3, 2.0)]):
-            writer = MetricsWriter(path, total_steps=4)
-            for step, loss in records:
-                writer.write({"step": step, "loss": loss})
-            writer.close()
-        expected = [{"step": 1, "loss": 3.25}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": 2.0}]
-        assert read_metrics(path) == expected
-        assert path.read_text().count('"step": 3') == 1  # the second run drops it
-
-
-def test_an_ending_has_the_median_speed_without_the_first_step(tmp_path, monkeypatch):
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
-    monkeypatch.setattr(terminal, "standing", Standing(str(tmp_path), "the same goes on"))
-    args = Namespace(device="cpu", save=str(tmp_path), metrics_out=None)
-    args.tensorboard_dir = None
-    speeds = (1, 3000, 1000, 2000)
-    records = [{"tokens_per_s": speed, "tflops": speed / 1000} for speed in speeds]
-    assert ending(args, records, tmp_path / "log.txt").splitlines() == [
-        "speed: 2,000 tokens/s and 2 TFLOP/s a rank",
-        f"newest: step 4 is saved in {tmp_path}; the same with a larger --train-iters goes on",
-        f"log: {tmp_path}/log.txt",
-    ]

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from examples.mimo.nemotron_vlm.data.sample import Question, SampleSource, Text
-from examples.mimo.nemotron_vlm.loop.page import SHOWN, Shown, holdings, write_page, write_report
+from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
+from examples.mimo.nemotron_vlm.loop.page import SHOWN, holdings, write_report
 
 RUN = {"model": "tiny", "data": "digits", "placement": "colocated", "world_size": 16}
 RUN |= {"hybrid_layer_pattern": "ME|M*|EE|-/*E", "encoder": "images:tp=4,dp=4 sound:dp=16"}
@@ -60,18 +60,6 @@ def test_a_run_shows_its_curves_and_wrong_and_right_samples(tmp_path):
     assert page.count("<svg") == len(curves) == 3  # nobody has evaluated
     assert (page.count("<img"), page.count('"wrong"')) == (4 * SHOWN, SHOWN)
     assert (np.asarray(Image.open(io.BytesIO(files_of(page)[0]))) == [17, 34, 51]).all()
-
-
-def test_a_page_has_all_media_and_the_wrong_answer_first(tmp_path):
-    media = [("image", {"a.png": b"picture"}), ("video", {"0.png": b"one", "1.png": b"two"})]
-    wrong = Question("<image>?", [("sound", {"a.wav": b"noise"})], answer="B")
-    shown = [Shown("right", Question("1 < 2?", media, answer="yes"), "yes", True)]
-    shown.append(Shown("wrong", wrong, "<i>", False))
-    write_page(tmp_path / "page.html", "a", {"anls": "0.5"}, shown, [], Namespace(**RUN))
-    page, words = read_page(tmp_path / "page.html")
-    assert "1 < 2?" in words and "saidyes" in words.split() and "<svg" not in page
-    assert words.index("wrong") < words.index("said<i>") < words.index("right")
-    assert files_of(page) == [b"noise", b"picture", b"one", b"two"]
 
 
 def test_a_page_that_cannot_be_written_does_not_fail_the_run(tmp_path):

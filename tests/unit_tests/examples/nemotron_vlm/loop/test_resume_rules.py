@@ -26,12 +26,9 @@ def saved_with(args: Namespace, **others) -> Namespace:
     return Namespace(**deepcopy(vars(args)) | others)
 
 
-def test_the_same_settings_go_on(args):
+def test_each_setting_of_layers_and_each_size_of_an_encoder_is_compared(args):
     check_resume(args, saved_with(args))
     check_resume(args, saved_with(args, **dict.fromkeys(FREE_BY_NAME.split(), "other")))
-
-
-def test_each_setting_of_layers_and_each_size_of_an_encoder_is_compared(args):
     settings = {name for name in MODEL if hasattr(args, name) and not FREE.fullmatch(name)}
     assert {"moe_router_num_groups", "moe_router_pre_softmax", "rotary_interleaved"} <= settings
     assert {"no_rope_freq", "layernorm_epsilon", "window_size", "quick_geglu"} <= settings
