@@ -23,7 +23,6 @@ from examples.mimo.nemotron_vlm.data.step_plan import InputRange, Share, StepPla
 from examples.mimo.nemotron_vlm.model.names import IMAGE, IMAGES
 from examples.mimo.nemotron_vlm.model.presets import nano_vl_30b_a3b, tiny
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
-from megatron.core.token_layout import PaddedLengths, zigzag_layout
 
 SEQ_LENGTH = 32
 TOKENS_PER_TILE = 4
@@ -247,17 +246,3 @@ class TestReader:
     def test_a_sample_with_another_number_of_image_tokens_is_named(self):
         wrong = reader(WrongCount(16, TOKENS_PER_TILE, SEQ_LENGTH, 0), None, SEQ_LENGTH)
         assert wrong[one_take([[7]], [])].startswith("sample 7 of train has 0 tokens of images for")
-
-    def test_a_rank_that_encodes_some_tiles_of_a_sample_owns_their_tokens(self):
-        number = next(n for n in range(99) if self.SOURCE.costs("train", n, 1)[0, 1] == 3)
-        one = one_take([[number]], [InputRange(number, 1, 2)], [4], [12])
-        batch = reader(self.SOURCE, None, SEQ_LENGTH)[one]
-        plan, tiles = batch["batch_plan"], batch["modality_inputs"]["images"]["radio"]["tiles"]
-        assert tiles.equal(self.SOURCE.tiles("train", number)[1:2])
-        places = (self.SOURCE.text("train", number).input_ids == IMAGE).nonzero()[:, 0]
-        layout = zigzag_layout(PaddedLengths((SEQ_LENGTH,), (SEQ_LENGTH,)), 2)
-        owners = (layout.places // layout.shard_size)[places]
-        encoded, consumed = (side["images"] for side in (plan.encoded, plan.consumed))
-        own = slice(TOKENS_PER_TILE, 2 * TOKENS_PER_TILE)
-        assert (encoded.counts, encoded.owners.tolist()) == ([4], owners[own].tolist())
-        assert (consumed.counts, consumed.owners.tolist()) == ([12], owners.tolist())

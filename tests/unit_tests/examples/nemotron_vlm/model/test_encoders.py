@@ -18,7 +18,6 @@ from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Layout
 from examples.mimo.nemotron_vlm.model.encoders import Encoder, sound
 from examples.mimo.nemotron_vlm.model.encoders.radio import RadioOfAnySize
 from examples.mimo.nemotron_vlm.model.names import IMAGES
-from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset
 from examples.mimo.nemotron_vlm.options.run import Run
 from megatron.core.utils import unwrap_model
 from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import SOUND, SoundAndImages
@@ -186,9 +185,3 @@ def test_entries_count_the_rows_operations_and_memory_of_inputs(options):
             assert found == pytest.approx(3 * operations, rel=near[0]), shapes
             found = entry.kept(sizes, Layout(dp=1, etp=1)).sum()
             assert found == pytest.approx(kept, rel=near[1]), shapes
-
-
-def test_the_file_of_a_model_reads_back_as_it_is_written(tmp_path):
-    preset = find_preset("tiny-omni")
-    write_preset(preset, tmp_path / "model.json")
-    assert find_preset(str(tmp_path / "model.json")) == preset
