@@ -4,7 +4,6 @@
 
 from collections import Counter
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from megatron.core.token_layout import (
     PaddedLengths,
     contiguous_layout,
-    pad_lengths,
     zigzag_layout,
 )
 from megatron.core.token_layout.recurrence_plan import plan_recurrence
@@ -119,11 +117,3 @@ class TestRecurrencePlan:
         for tokens, sums in zip(last, returned, strict=True):
             assert sums.tolist() == [token * users[token] for token in tokens.tolist()]
         assert halos[0].route.is_local == halos[0].adjoint.is_local == (not users)
-
-    def test_zigzag_samples_of_several_lengths_are_planned_as_contiguous(self):
-        lengths = pad_lengths([5, 9], cp_size=2)
-        assert not plan_recurrence(lengths, 2, 0, torch.device("cpu"), is_zigzag=True).is_zigzag
-
-    def test_refuses_tokens_that_do_not_divide(self):
-        with pytest.raises(ValueError, match="cp=4 needs a padded total .* got 10"):
-            plan_recurrence(PaddedLengths((10,), (10,)), 4, 0, torch.device("cpu"))

@@ -110,3 +110,9 @@ class TestRules:
             resolved("tp=1", proposal, 8)
         nearest, wanted = parse_layout(proposals[0], "x"), parse_layout(asked, "x")
         assert (nearest.etp, nearest.vpp) == (wanted.etp, wanted.vpp)
+
+
+@pytest.mark.parametrize("text", ["tp", "tp=0", "tp=two", "xp=2", "tp=-1", "tp=2,tp=2"])
+def test_refuses_what_is_no_layout(text):
+    with pytest.raises(UserError, match="--language"):
+        parse_layout(text, "language")

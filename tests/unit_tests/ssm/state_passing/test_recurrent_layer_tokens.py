@@ -1,26 +1,13 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Options of recurrent layers and groups of their tokens that are refused."""
+"""Options of recurrent layers that are refused."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron.core.ssm.state_passing.layer_tokens import LayerTokens
 from megatron.core.transformer import TransformerConfig
-
-
-def test_sequence_parallel_tokens_need_a_group_whose_tp_is_the_fastest():
-    def group_of(size: int, rank: int = 0) -> SimpleNamespace:
-        return SimpleNamespace(size=lambda: size, rank=lambda: rank)
-
-    config = SimpleNamespace(hidden_size=8, sequence_parallel=True)
-    groups = SimpleNamespace(tp=group_of(2), cp=group_of(2), tp_cp=group_of(4, rank=1))
-    with pytest.raises(ValueError, match="rank 0 of 4 here, found 1"):
-        LayerTokens(config, groups)
-
 
 CONTIGUOUS = {"attention_cp_layout": "contiguous"}
 

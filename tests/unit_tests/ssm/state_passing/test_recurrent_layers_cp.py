@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent layers over CP ranks against the same layer on whole samples."""
 
-from unittest import mock
-
 import pytest
 import torch
 
@@ -16,10 +14,9 @@ from tests.unit_tests.ssm.recurrent_layers import (
     MAMBA,
     Pair,
     Row,
-    call,
     random_rows,
 )
-from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
+from tests.unit_tests.test_utilities import HAVE_CUDA, requires_world_size
 
 BATCH = 2
 PACKED = {MAMBA: (5, 0, 1, 39, 9), DELTA_NET: (5, 0, 1, 139, 9)}
@@ -56,21 +53,6 @@ ROWS = [
 ]
 
 
-def rows(**wanted) -> pytest.MarkDecorator:
-    """Parametrize the fixture ``pair`` by the rows with these values; GPU kernels have no fp64."""
-    chosen = [
-        pytest.param(
-            row,
-            id=str(row),
-            marks=[requires_world_size(row.world), pytest.mark.shows(row.layer)],
-        )
-        for row in ROWS
-        if all(getattr(row, name) == value for name, value in wanted.items())
-        and not (HAVE_CUDA and row.dtype is FP64)
-    ]
-    return pytest.mark.parametrize("pair", chosen, indirect=True)
-
-
 @pytest.fixture
 def pair(request, monkeypatch):
     """The layer over the ranks and on one; None on an idle rank."""
@@ -92,7 +74,19 @@ def stays(monkeypatch):
     monkeypatch.delattr(LayerTokens, "_route")
 
 
-@rows()
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(
+            row,
+            id=str(row),
+            marks=[requires_world_size(row.world), pytest.mark.shows(row.layer)],
+        )
+        for row in ROWS
+        if not (HAVE_CUDA and row.dtype is FP64)  # GPU kernels have none
+    ],
+    indirect=True,
+)
 class TestEqualsOneRank:
     def test_a_plain_batch(self, pair, stays):
         """A rank of two tokens has a convolution that sees three tokens of other ranks."""
@@ -111,31 +105,3 @@ class TestEqualsOneRank:
             lengths = pad_lengths((length, 0, length, length, length - 1), pair.size)
             hidden = random_rows(sum(lengths.real), 1, HIDDEN, seed=1).to(pair.dtype)
             pair.assert_equal(hidden, lengths, packed=True)
-
-
-@rows(options=NORM_AGAIN)
-def test_a_norm_that_was_discarded_is_computed_again(pair, monkeypatch):
-    norm = mock.Mock(wraps=pair.sharded._apply_gated_norm)
-    monkeypatch.setattr(pair.sharded, "_apply_gated_norm", norm)
-    out = call(pair.sharded, random_rows(8, BATCH, HIDDEN, seed=1).requires_grad_(), None)
-    assert norm.call_count == 1
-    out.sum().backward()
-    assert norm.call_count == 2
-
-
-@pytest.mark.parametrize("pair", [Row(1, DELTA_NET, cp=1)], indirect=True)
-def test_kernels_are_told_of_no_empty_sample(pair, monkeypatch):
-    """fla's kernels count samples by their first chunks, and empty samples have none."""
-    if pair is None:
-        return
-    told, rule = [], pair.sharded.gated_delta_rule
-
-    def noting(*args, cu_seqlens, **options):
-        told.append(cu_seqlens.tolist())
-        return rule(*args, cu_seqlens=cu_seqlens, **options)
-
-    monkeypatch.setattr(pair.sharded, "gated_delta_rule", noting)
-    lengths = PaddedLengths((0, 2, 0, 4, 0), (0, 2, 0, 4, 0))
-    hidden = random_rows(6, 1, HIDDEN, seed=1)
-    call(pair.sharded, hidden, lengths.packed_seq_params(Utils.device))
-    assert told == [[0, 2, 6]]

@@ -37,9 +37,8 @@ def takes_of(samples: int) -> Iterator[SimpleNamespace]:
     return (SimpleNamespace(split="train", rows=[[n]], shares={}) for n in range(samples))
 
 
-@pytest.mark.parametrize("thread", [False, True])
-def test_a_process_that_dies_ends_the_reading_in_a_line_that_names_its_sample(thread, monkeypatch):
-    """The thread that pins batches may meet the process's end first, and end as well."""
+def test_a_process_that_dies_ends_the_reading_in_a_line_that_names_its_sample(monkeypatch):
+    """The thread that pins batches meets the process's end first, and ends as well."""
 
     def deadly(number: int) -> int:
         if number == 3:
@@ -53,8 +52,7 @@ def test_a_process_that_dies_ends_the_reading_in_a_line_that_names_its_sample(th
                 return batches._data_queue.get(timeout=0.1)
         raise RuntimeError("Pin memory thread exited unexpectedly")
 
-    if thread:
-        monkeypatch.setattr(dataloader._MultiProcessingDataLoaderIter, "_get_data", with_a_thread)
+    monkeypatch.setattr(dataloader._MultiProcessingDataLoaderIter, "_get_data", with_a_thread)
     *before, line = read_ahead(Reader(deadly), takes_of(12), **OPTIONS)
     assert before == list(range(len(before))) and len(before) <= 3
     assert re.fullmatch(r"DataLoader worker \(pid.*\) .*; it was reading train 3", line)

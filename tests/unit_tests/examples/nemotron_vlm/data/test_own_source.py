@@ -46,7 +46,6 @@ def test_the_class_of_the_page_trains_and_takes_its_parameters(options):
         ("sums.Sums:most=few", "most=few is no int; Sums takes most: int, ask"),
         ("mock:most=3", "MockStrips takes no parameters"),
         ("sums.Sum", "no such data; choose from digits, .*has no attribute 'Sum'"),
-        ("sums.Turn", "no such data; .*Turn is no subclass of SampleSource"),
         ("letters.Sums", "no such data; .*No module named 'letters'"),
         ("sums.Sums:most=3", "needs --tokenizer-model"),
         ("sums.Sums:most=3", "tokens do not fit --seq-length 16$"),

@@ -118,10 +118,6 @@ def test_dropout_is_of_the_adapters_input_in_training_alone():
             for adapter in adapters_of(run).values():
                 rows = torch.randn(3, adapter.linear_in.in_features)
                 assert adapter.dropped(rows) is rows
-                if not adapter.is_expert:
-                    first, second = adapter.weights()
-                    expected = rows @ first.T @ second.T * adapter.settings.scale
-                    torch.testing.assert_close(adapter(rows), expected)
     dropped, recomputed, whole = runs
     assert dropped == recomputed
     assert dropped[0]["loss"] == whole[0]["loss"]

@@ -88,10 +88,8 @@ class TestFP8:
         ("line", "found"),
         [
             ("--fp8-parts encoder", ("hybrid", None)),
-            ("--fp8-parts language", (None, "hybrid")),
             ("--fp8-parts images:encoder,language", ("hybrid", "hybrid")),
             ("", ("hybrid", "hybrid")),
-            ("--dynamic-resolution", ("hybrid", "hybrid")),
         ],
     )
     def test_parts_have_it_each_on_its_own(self, line, found, hopper):
