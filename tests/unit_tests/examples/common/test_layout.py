@@ -14,7 +14,6 @@ from examples.mimo.common.layout import (
     Batch,
     Layout,
     Layouts,
-    layout_table,
     parse_layout,
 )
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, tiny, tiny_gdn
@@ -77,14 +76,6 @@ class TestRules:
             resolved(encoder, language, abs(world), placement=placement)
         assert text in str(refusal.value)
         assert "\n" not in str(refusal.value)
-
-    def test_the_table_shows_the_ranks_of_each_module(self):
-        layouts = resolved("pp=2,dp=2", "pp=2,cp=2", 8, placement=NON_COLOCATED)
-        assert layout_table(layouts).splitlines() == [
-            "module    layout               ranks  stages",
-            "encoder   tp=1,pp=2,dp=2       0-3    2",
-            "language  tp=1,cp=2,pp=2,dp=1  4-7    2",
-        ]
 
     @pytest.mark.parametrize(
         ("preset", "sizes", "text"),

@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Layout
+from examples.mimo.common.layout import Layout
 from examples.mimo.nemotron_vlm.model.encoders import Encoder, sound
 from examples.mimo.nemotron_vlm.model.encoders.radio import RadioOfAnySize
 from examples.mimo.nemotron_vlm.model.names import IMAGES
@@ -32,24 +32,6 @@ def parsed(line: str):
 
 
 class TestOptions:
-    @pytest.mark.parametrize(
-        ("line", "layouts"),
-        [
-            ("--encoder sound:dp=8 --encoder images:tp=2", "images:tp=2,dp=4 sound:tp=1,dp=8"),
-            ("", "images:tp=1,dp=8 sound:tp=1,dp=8"),
-            ("--encoder dp=8 --encoder images:tp=4", "images:tp=4,dp=2 sound:tp=1,dp=8"),
-            (
-                f"--placement {NON_COLOCATED} --encoder images:tp=2,dp=2 --encoder sound:dp=2",
-                "images:tp=2,dp=2 sound:tp=1,dp=2",
-            ),
-        ],
-    )
-    def test_each_encoder_has_its_layout(self, line, layouts):
-        options = parsed(line)
-        assert options.args.encoder == layouts
-        is_apart = options.layouts.placement != COLOCATED
-        assert options.layouts.offsets == ((0, 4, 6) if is_apart else (0, 0, 0))
-
     @pytest.mark.parametrize(
         ("line", "text"),
         [
