@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import grouped_experts
 from megatron.core.transformer.moe.device_counts import DeviceCountDispatcher
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
-from megatron.core.transformer.moe.grouped_experts import lay_out_frozen_experts, with_own_parts
+from megatron.core.transformer.moe.grouped_experts import with_own_parts
 from megatron.core.transformer.moe.layout_free_router import LayoutFreeRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit_tests.no_host_sync import no_host_sync
@@ -162,18 +162,14 @@ def test_all_is_as_with_the_all_to_all_dispatcher(groups_of, ep, etp, engine, op
 
 
 @requires_world_size(1)
-@pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("engine", [False, True])
-def test_experts_weights_in_one_buffer_are_not_copied(groups_of, engine, is_frozen, monkeypatch):
-    """DDP lays out trained experts; frozen experts are laid out at the start."""
+def test_experts_weights_in_one_buffer_are_not_copied(groups_of, engine, monkeypatch):
+    """DDP lays out trained experts."""
     groups, padding = groups_of(1, 1), torch.zeros(BATCH, LENGTH, dtype=torch.bool).to(Utils.device)
     layers = [make(groups, config_of(**ON_DEVICE), engine, is_own=True) for _ in range(2)]
     expected = results(layers[0], padding)
-    if is_frozen:
-        lay_out_frozen_experts(layers[1].requires_grad_(False))
-    else:
-        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
-        DistributedDataParallel(layers[1].config, ddp_config, layers[1], pg_collection=groups)
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    DistributedDataParallel(layers[1].config, ddp_config, layers[1], pg_collection=groups)
     for weights in layers[1].experts.weights():
         together = grouped_experts._together(weights)
         assert [each.data_ptr() for each in weights] == [each.data_ptr() for each in together]
