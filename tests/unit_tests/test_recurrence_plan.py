@@ -16,11 +16,6 @@ from megatron.core.token_layout import (
 from megatron.core.token_layout.recurrence_plan import plan_recurrence
 from tests.unit_tests.test_token_layout import cp_sizes, exchange_in_one_process, plans
 
-
-def sample_of_tokens(padded) -> list[int]:
-    return [number for number, length in enumerate(padded) for _ in range(length)]
-
-
 # Any lengths: a recurrence asks for no multiple but of the whole.
 any_lengths = st.lists(st.integers(0, 30), min_size=1, max_size=6)
 
@@ -38,7 +33,7 @@ def recurrence_plans(lengths, cp_size):
     padded = PaddedLengths(tuple(rows * lengths), tuple(rows * lengths))
     plans = [plan_recurrence(padded, cp_size, rank, device, is_zigzag) for rank in range(cp_size)]
     assert {plan.parts for plan in plans} == {1 + is_zigzag}
-    return plans, sample_of_tokens(lengths)
+    return plans, [number for number, length in enumerate(lengths) for _ in range(length)]
 
 
 class TestRecurrencePlan:

@@ -29,11 +29,6 @@ cp_sizes = st.sampled_from((1, 2, 3, 4, 5, 8, 16))
 plans = settings(deadline=None, max_examples=60)
 
 
-def both_layouts(lengths, cp_size):
-    padded = pad_lengths(lengths, cp_size)
-    return zigzag_layout(padded, cp_size), contiguous_layout(padded, cp_size)
-
-
 def zigzag_tokens(padded, cp_size, group_rank):
     """Oracle: list the half-chunks of each sample, and pick two."""
     tokens, start = [], 0
@@ -160,7 +155,8 @@ def test_exchange_and_gather_are_exact_and_so_are_their_gradients(group, cp_size
     """Nothing waits for the device."""
     if group is None:
         return
-    source, destination = both_layouts(ODD_LENGTHS, cp_size)
+    lengths = pad_lengths(ODD_LENGTHS, cp_size)
+    source, destination = zigzag_layout(lengths, cp_size), contiguous_layout(lengths, cp_size)
     route = plan_route(source, destination, group.rank()).to(Utils.device)
     layout = source.to(Utils.device)
     generator = torch.Generator().manual_seed(0)

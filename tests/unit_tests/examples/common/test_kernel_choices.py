@@ -39,24 +39,17 @@ class Tuned(Autotuner):
         return [TIMES[config.kwargs["BLOCK"]]]
 
 
-@pytest.fixture
-def launched(monkeypatch, tmp_path) -> list[int]:
-    """The sizes that were launched, on a GPU of Hopper's that is not there."""
-    target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
-    monkeypatch.setattr(autotuner, "driver", SimpleNamespace(active=target))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(Autotuner, "check_disk_cache", Autotuner.check_disk_cache)
-    sizes = []
-    monkeypatch.setattr(kernel, "run", lambda *_, BLOCK, **__: sizes.append(BLOCK))
-    return sizes
-
-
 @requires_world_size(1)
 @pytest.mark.parametrize(
     "text", [None, "", '{"configs_timings": [[{"kwargs": {"BLOCK": 8}}, 1.0]]}']
 )
-def test_choices_of_kernels_with_hooks_are_kept(text, launched, tmp_path):
-    """A file that is cut short, or of other configurations, is left aside."""
+def test_choices_of_kernels_with_hooks_are_kept(text, monkeypatch, tmp_path):
+    """A file that is cut short, or of other configurations, is left aside. No GPU is there."""
+    target, launched = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32)), []
+    monkeypatch.setattr(autotuner, "driver", SimpleNamespace(active=target))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(Autotuner, "check_disk_cache", Autotuner.check_disk_cache)
+    monkeypatch.setattr(kernel, "run", lambda *_, BLOCK, **__: launched.append(BLOCK))
     keep_choices()
     first, second = Tuned(), Tuned()
     first.run(1)

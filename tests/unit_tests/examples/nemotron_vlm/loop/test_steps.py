@@ -52,25 +52,22 @@ NO_RERUN = ("--rerun-mode", "disabled")
 """Otherwise Megatron repeats the step before it ends the run; e2e/test_faults.py has that."""
 
 
-def weights_of(run) -> list[torch.nn.Parameter]:
-    return [weight for stage in run.stages for weight in stage.parameters()]
-
-
 @pytest.mark.parametrize("options", [ALONE, IN_PARTS], ids=" ".join)
 def test_a_gradient(options):
     """The gradient of one weight on each rank, in the first of its backwards alone."""
     with trainer(*options, *NO_RERUN) as run:
         run.train_step()
-        before, calls = [weight.clone() for weight in weights_of(run)], []
+        weights = [weight for stage in run.stages for weight in stage.parameters()]
+        before, calls = [weight.clone() for weight in weights], []
 
         def spoiled(gradient):
             calls.append(gradient)
             return gradient * float("inf") if len(calls) == 1 else gradient  # 0 · inf is NaN
 
-        weights_of(run)[0].register_hook(spoiled)
+        weights[0].register_hook(spoiled)
         with pytest.raises(RuntimeError, match="a gradient of this rank is NaN or Inf"):
             run.train_step()
-        assert all(map(torch.equal, weights_of(run), before))
+        assert all(map(torch.equal, weights, before))
 
 
 @requires_world_size(1)
@@ -81,11 +78,6 @@ def test_no_loss_is_kept_for_the_next_step():
             assert all(stage.step_losses == [] for stage in run.stages)
 
 
-def biases_of(run) -> list[torch.Tensor]:
-    named = [pair for stage in run.stages for pair in stage.named_buffers()]
-    return [bias.clone() for name, bias in named if name.endswith("expert_bias")]
-
-
 @requires_world_size(1)
 @pytest.mark.parametrize("times", [2, 1, 0])
 def test_experts_biases_move_once_in_a_step(times, monkeypatch):
@@ -93,14 +85,16 @@ def test_experts_biases_move_once_in_a_step(times, monkeypatch):
     passes = iter([True] * max(1, times) + [False])
     machine = RerunStateMachine
     with trainer(*NO_RERUN) as run:
-        before = biases_of(run)
+        named = run.stages[0].named_buffers()
+        biases = [bias for name, bias in named if name.endswith("expert_bias")]
+        before = torch.stack(biases)
         rate = run.config.moe_router_bias_update_rate
         with monkeypatch.context() as patch:
             patch.setattr(machine, "should_run_forward_backward", lambda *_: next(passes))
             if not times:
                 patch.setattr(machine, "should_checkpoint_and_exit", lambda *_: (True, True, 16))
             run.train_step()
-        moved = torch.stack(biases_of(run)) - torch.stack(before)
+        moved = torch.stack(biases) - before
         expected = rate if times else 0.0
         assert moved.abs().max().item() == pytest.approx(expected)
         if times:
