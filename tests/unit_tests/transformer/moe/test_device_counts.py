@@ -191,19 +191,6 @@ def test_parameter_gathers_are_awaited_in_the_order_of_the_experts(groups_of):
     assert seen == [0, 1, 2, 3] * 2
 
 
-class FilledTail(torch.autograd.Function):
-    """Fills the rows of a tail, in the forward and as their gradient."""
-
-    @staticmethod
-    def forward(ctx, rows, tail, forward, backward):
-        ctx.tail, ctx.backward_value = tail, backward
-        return rows.masked_fill(tail, forward)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.masked_fill(ctx.tail, ctx.backward_value), None, None, None
-
-
 @requires_world_size(2)
 def test_fused_permutations_leave_anything_in_the_rows_after_the_experts(groups_of):
     """Transformer Engine's kernels neither write these rows nor read them."""
@@ -222,11 +209,13 @@ def test_fused_permutations_leave_anything_in_the_rows_after_the_experts(groups_
     def dispatched(*tokens):
         rows, counts, weights = dispatch(*tokens)
         tail = tail_of(rows)
-        rows = FilledTail.apply(rows, tail[:, None], torch.nan, 0.0)
-        return rows, counts, FilledTail.apply(weights, tail, torch.nan, 0.0)
+        rows = rows.masked_fill(tail[:, None], torch.nan)
+        return rows, counts, weights.masked_fill(tail, torch.nan)
 
     def combined(rows):
-        return combine(FilledTail.apply(rows, tail_of(rows)[:, None], 0.0, torch.nan))
+        tail = tail_of(rows)[:, None]
+        rows.register_hook(lambda grad: grad.masked_fill(tail, torch.nan))
+        return combine(rows.masked_fill(tail, 0.0))
 
     dispatcher.dispatch_postprocess, dispatcher.combine_preprocess = dispatched, combined
     torch.testing.assert_close(results(own, padding), expected, **TOLERANCE)
