@@ -5,20 +5,11 @@
 import pytest
 import torch
 
+from megatron.core.tensor_parallel.mappings import _ReduceFromModelParallelRegion
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-
-class _View(torch.autograd.Function):
-    """Returns a view, as a tensor-parallel mapping of one rank does."""
-
-    @staticmethod
-    def forward(ctx, rows):
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
+ALONE = torch.distributed.ProcessGroup(0, 1)
 
 
 class _Linear(torch.nn.Linear):
@@ -26,7 +17,8 @@ class _Linear(torch.nn.Linear):
         super().__init__(inputs, outputs)
 
     def forward(self, rows):
-        return _View.apply(rows @ self.weight.t()), self.bias
+        rows = rows @ self.weight.t()
+        return _ReduceFromModelParallelRegion.apply(rows, ALONE), self.bias
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-2)])
@@ -34,8 +26,7 @@ def test_an_expert_bias_is_added_to_a_view(dtype, tolerance):
     """The router's weights are fp32; the output has the dtype of the rows. bf16 has 8 bits."""
     sizes = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 32, "num_attention_heads": 2}
     config = TransformerConfig(**sizes, use_cpu_initialization=True)
-    group = torch.distributed.ProcessGroup(0, 1)
-    mlp = MLP(config, MLPSubmodules(linear_fc1=_Linear, linear_fc2=_Linear), tp_group=group)
+    mlp = MLP(config, MLPSubmodules(linear_fc1=_Linear, linear_fc2=_Linear), tp_group=ALONE)
     mlp.to(dtype)
     rows, scale = torch.randn(5, 8, dtype=dtype), torch.rand(5)
     output, bias = mlp(rows, per_token_scale=scale)
