@@ -49,32 +49,22 @@ def test_packed_samples_train_as_samples_one_by_one():
     assert together["num_tokens"] == one_by_one["num_tokens"]
 
 
-def moves(*options: str) -> dict[str, Weights]:
-    """Return how far a step moves each matrix, by part."""
-    with trainer(*SMALL, *PROPORTIONAL_STEP, "--lr-decay-style", "constant", *options) as run:
-        before = gather_weights(run.stages)
-        run.train_step()
-        after = gather_weights(run.stages)
-    found: dict[str, Weights] = {"encoder": {}, "projector": {}, "language": {}}
-    for name, weight in before.items():
-        is_encoder, is_projector = ".encoders." in name, ".input_projections." in name
-        part = "encoder" if is_encoder else "projector" if is_projector else "language"
-        if weight.dim() > 1:
-            found[part][name] = after[name] - weight
-    return found
-
-
 @requires_world_size(1)
 def test_each_part_has_its_own_learning_rate_and_weight_decay():
-    common = moves()
-    own = moves("--encoder-lr", "0", "--projector-lr", "3e6")
-    for part, factor in (("encoder", 0.0), ("projector", 3.0), ("language", 1.0)):
-        for name, move in common[part].items():
-            torch.testing.assert_close(own[part][name], factor * move, rtol=1e-3, atol=1e-3)
-    rates = ("--encoder-lr", "1e-3", "--projector-lr", "1e-3", "--lr", "1e-3")
-    common, own = moves(*rates), moves(*rates, "--projector-weight-decay", "0.5")
-    assert all(torch.equal(move, own["encoder"][name]) for name, move in common["encoder"].items())
-    assert all(not torch.equal(m, own["projector"][n]) for n, m in common["projector"].items())
+    own = ("--encoder-lr", "0", "--projector-lr", "3e6", "--projector-weight-decay", "1e-6")
+    moves: list[Weights] = []
+    for options in ((), own):
+        with trainer(*SMALL, *PROPORTIONAL_STEP, "--lr-decay-style", "constant", *options) as run:
+            before = gather_weights(run.stages)
+            run.train_step()
+            after = gather_weights(run.stages)
+        moves.append({name: after[name] - weight for name, weight in before.items()})
+    for name, move in moves[0].items():
+        if ".encoders." in name:
+            move = 0 * move
+        if ".input_projections." in name:
+            move = 3 * move - 3 * before[name] * (move.dim() > 1)  # norms do not decay
+        torch.testing.assert_close(moves[1][name], move, rtol=1e-3, atol=1e-4)
 
 
 FORMAT = "--fp8-format hybrid --fp8-recipe tensorwise"
