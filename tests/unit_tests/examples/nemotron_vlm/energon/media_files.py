@@ -101,18 +101,6 @@ def mp4(clockwise: str = "0", **options: str) -> bytes:
     return data[:head] + data[head:].replace(*matrices, 1)
 
 
-def mp4_without_video() -> bytes:
-    """Return a file of silence alone."""
-    file = io.BytesIO()
-    with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream("aac", rate=16000)
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
-        frame.sample_rate = 16000
-        container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    return file.getvalue()
-
-
 def sound(samples: np.ndarray, rate: int = 16000, kind="WAV", depth="PCM_16") -> bytes:
     """Return a file of samples from -1 to 1, [samples] or [samples, channels]."""
     file = io.BytesIO()
