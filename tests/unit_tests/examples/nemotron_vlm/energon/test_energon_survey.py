@@ -3,10 +3,11 @@
 """The survey: what it says of samples, of those that are left out, and what to train with."""
 
 import json
+import os
 import re
 import shlex
+import shutil
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +25,6 @@ from examples.mimo.nemotron_vlm.planner.plan import plan_of
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     CRUDE,
     damage_image,
-    encoder,
     image,
     make_shard,
     names,
@@ -40,9 +40,7 @@ TRAIN = 84
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
-        ("digits", "--max-tiles 3 --disable-thumbnail"),
-        ("digits", "--dynamic-resolution --dynamic-resolution-max-patches 64 --surveys {}"),
-        ("omni", "--model tiny-omni --dynamic-resolution --video-target-num-patches 36"),
+        ("digits", "--max-tiles 3 --disable-thumbnail --surveys {}"),
         ("omni", "--model tiny-omni --dynamic-resolution --video-fps 1"),
     ],
 )
@@ -61,70 +59,44 @@ def test_one_that_is_missing_is_refused_with_the_command_that_makes_it(
         opened("What is it?")
     command = shlex.split(str(refusal.value).partition("make one: ")[2])
     assert command[:2] == ["python", "-m"] and main(command[3:]) == 0
-    other = encoder if kind == "digits" else omni
-    survey(path, makes=[other])
-    plain = source(path, encoder=other(path / "tokenizer")).fingerprint
-    assert opened("What is it?").fingerprint != plain
+    assert opened("What is it?")
     with pytest.raises(UserError, match="no survey of train"):
         opened("Why?")
 
 
-def test_shards_cut_short_or_missing_and_damaged_images_are_named(digits, copied, surveyed):
-    damaged, shard = damage_image(copied, "train-0001.tar"), copied / "train-0002.tar"
-    with tarfile.open(shard) as tar:
-        keys = sorted({m.name.partition(".")[0] for m in tar})
-        cut = [m for m in tar.getmembers() if m.name.startswith(keys[10])][-1]
-    with open(shard, "r+b") as file:
-        file.truncate(cut.offset_data + 10)
-    (copied / "train-0003.tar").unlink()
-    printed = surveyed("--seq-length", "26")
-    assert f"{copied} train: 84 samples in 4 shards, 57 good" in printed
-    assert f"{copied} val: 12 samples in 1 shards, 12 good" in printed
-    assert f"  bad image: 1\n    {damaged}: image 1: " in printed
-    long = r"  too long: (\d+), of which --long-samples cut keeps \1\n    train-\S+: "
-    assert re.search(rf"{long}\d+ tokens, 26 fit\n", printed)
-    unread = re.split(r"\n(?=  \S|\S)", printed.partition("  unreadable shard: 26\n")[2])[0]
-    found = re.findall(r"^    (\S+): ", unread, re.MULTILINE)
-    assert found[:14] == [f"train-0002.tar/{key}" for key in keys[10:]]
-    assert [Path(name).parent.name for name in found[14:]] == ["train-0003.tar"] * 12
-    assert re.search(r"train-0003.tar/\S+: \[Errno 2\] No such file or directory: ", unread)
-    assert "Unexpected end of tar file" in unread
-
-
-def test_bad_samples_are_left_out_or_refused_until_they_are_surveyed_again(
+def test_bad_samples_are_named_and_left_out_or_refused_until_they_are_surveyed_again(
     digits, copied, surveyed
 ):
-    damaged = damage_image(copied, "train-0001.tar")
-    survey(copied)
-    assert source(copied).left_out("train") == {"bad image": 1}
-    assert damaged not in names(source(copied), "train", range(TRAIN - 1))
-    with pytest.raises(ValueError, match=f"1 bad samples in train: {damaged}: "):
+    path, excluded = copied / ".nv-meta" / "split.yaml", "train-0000.tar/train-000003"
+    path.write_text(yaml.dump(yaml.safe_load(path.read_text()) | {"exclude": [excluded]}))
+    damaged, shard = damage_image(copied, "train-0001.tar"), copied / "train-0002.tar"
+    with tarfile.open(shard) as tar:
+        cut = [m for m in tar.getmembers() if m.name.endswith(".json")][10]
+    os.truncate(shard, cut.offset_data + 10)
+    (copied / "train-0003.tar").unlink()
+    printed = surveyed("--seq-length", "26")
+    assert f"{copied} train: 84 samples in 4 shards, 56 good" in printed
+    assert f"  bad image: 1\n    {damaged}: image 1: " in printed
+    long = (
+        r"  too long: (\d+), of which --long-samples cut keeps \1\n    train-\S+: \d+ tokens, 26 "
+    )
+    assert re.search(long, printed)
+    unread = printed.partition("  unreadable shard: 26\n")[2]
+    assert unread.startswith(f"    {shard.name}/{cut.name[:-5]}: unexpected end of data\n")
+    assert re.search(r"train-0003.tar/\S+: \[Errno 2\] No such file or directory: ", unread)
+    none = {"excluded by split.yaml": 1}
+    assert source(copied).left_out("train") == none | {"bad image": 1, "unreadable shard": 26}
+    assert not {damaged, excluded} & {*names(source(copied), "train", range(56))}
+    with pytest.raises(ValueError, match=f"27 bad samples in train: {damaged}: .* and 24 more"):
         source(copied, bad_samples="refuse")
-    (copied / "train-0001.tar").write_bytes((digits / "train-0001.tar").read_bytes())
+    for number in range(1, 4):
+        shutil.copy(digits / f"train-000{number}.tar", copied)
     assert "bad image: 1" in surveyed()
     assert "bad image" not in surveyed("--again")
-    assert source(copied, bad_samples="refuse").fingerprint == source(digits).fingerprint
-
-
-def test_a_missing_shard_and_excluded_samples_are_named(copied):
-    path = copied / ".nv-meta" / "split.yaml"
-    split = yaml.safe_load(path.read_text()) | {"exclude": ["train-0000.tar/train-000003"]}
-    path.write_text(yaml.dump(split))
-    survey(copied)
-    opened = source(copied, bad_samples="refuse")
-    assert opened.left_out("train") == {"excluded by split.yaml": 1}
-    assert "train-0000.tar/train-000003" not in names(opened, "train", range(TRAIN - 1))
+    assert source(copied, bad_samples="refuse").left_out("train") == none
     (copied / "train-0001.tar").unlink()
     with pytest.raises(ValueError, match="1 shards are missing: train-0001.tar; .* with --again"):
         source(copied)
-
-
-def test_sounds_of_a_model_without_sound_are_left_out(omni_shards):
-    plain = encoder(omni_shards / "tokenizer")
-    survey(omni_shards, makes=[encoder])
-    assert source(omni_shards, encoder=plain).left_out("train")["bad sound"] > 9
-    with pytest.raises(ValueError, match="sound 1: the model has no encoder of sound"):
-        source(omni_shards, encoder=plain, bad_samples="refuse")
 
 
 def test_samples_that_are_too_long_are_refused(digits):
