@@ -3,30 +3,24 @@
 """EnergonSource: what is read of each sample, how often, and blends."""
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-import soundfile
 import torch
 import yaml
-from PIL import Image
 
 from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.energon import survey as surveys
 from examples.mimo.nemotron_vlm.model.media_sizes import grids_of, tubelets_of
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
-    CRUDE,
     image,
     make_shard,
-    omni,
     source,
     survey,
     whole,
 )
-from tests.unit_tests.examples.nemotron_vlm.energon.media_files import mp4, sound
 from tests.unit_tests.examples.nemotron_vlm.runs import options_of
 
 TRAIN, OTHERS = 84, 21
@@ -123,33 +117,25 @@ def blend(folder: Path, body: dict) -> Path:
 
 
 def test_blends_keep_proportions_or_have_an_epoch(digits, extra, tmp_path):
-    """Blends may be nested, and take parts of data sets."""
+    """Blends may be nested, and take parts of data sets; each sample has its own images' sizes."""
     survey(extra)
     inner = [{"path": str(digits), "subset": {"range": ["0%", "50%"]}}, {"path": str(extra)}]
     nested = blend(tmp_path, {"blend": inner})
     outer = [{"path": str(nested), "weight": 1}, {"path": str(extra), "weight": 1}]
-    opened = source(blend(tmp_path / "outer", {"blend": outer}), digits / "tokenizer")
+    tokenizer, both = digits / "tokenizer", blend(tmp_path / "outer", {"blend": outer})
+    opened = source(both, tokenizer, encoder=whole(tokenizer), seq_length=64)
     assert opened.epoch_size("train") is None
     drawn = [opened.name("train", number) for number in range(400)]
     others = np.cumsum([str(extra) in name for name in drawn])
     assert np.abs(others - 0.75 * np.arange(1, 401)).max() < 2  # it is in there twice
     assert len({name for name in drawn if str(digits) in name}) == TRAIN // 2
+    for number, sizes in enumerate(opened.sizes("train", 0, 20, IMAGES)):
+        shapes = [each.shape[:-1] for each in opened.inputs("train", number, IMAGES)]
+        assert shapes == [*map(tuple, grids_of(sizes))]
 
     repeated = [{"path": str(digits), "repetitions": 1}, {"path": str(extra), "repetitions": 3}]
-    opened = source(blend(tmp_path, {"blend_epochized": repeated}), digits / "tokenizer")
+    opened = source(blend(tmp_path, {"blend_epochized": repeated}), tokenizer)
     assert opened.epoch_size("train") == TRAIN + 3 * OTHERS
-
-
-def test_a_sample_of_a_blend_has_the_sizes_of_its_own_images(digits, extra, tmp_path):
-    """Samples of one data set of a blend may be asked for alone."""
-    survey(extra)
-    both = blend(tmp_path, {"blend": [{"path": str(digits)}, {"path": str(extra)}]})
-    tokenizer = digits / "tokenizer"
-    opened = source(both, tokenizer, encoder=whole(tokenizer))
-    for number, sizes in enumerate(opened.sizes("train", 0, 20, IMAGES)):
-        (alone,) = opened.sizes("train", number, 1, IMAGES)
-        shapes = [each.shape[:-1] for each in opened.inputs("train", number, IMAGES)]
-        assert shapes == [*map(tuple, grids_of(alone))] and alone.tolist() == sizes.tolist()
 
 
 def test_captions_are_read_through_a_field_map(digits, tmp_path):
@@ -169,41 +155,9 @@ def test_captions_are_read_through_a_field_map(digits, tmp_path):
 
     short = {"sample_type": kind, "field_map": fields | {"caption": "json[short]"}}
     (tmp_path / ".nv-meta" / "short.yaml").write_text(yaml.dump(short))
-    both = [{"path": str(tmp_path), "dataset_config": f"{n}.yaml"} for n in ("dataset", "short")]
-    nested = blend(tmp_path / "both", {"blend_epochized": both})
-    outer = blend(tmp_path / "outer", {"path": str(nested)})
+    nested = blend(tmp_path / "in", {"path": str(tmp_path), "dataset_config": "short.yaml"})
+    outer = blend(tmp_path / "out", {"path": str(nested)})
     survey(outer, digits / "tokenizer", splits=["train"])
-    costs = source(outer, digits / "tokenizer").costs("train", 0, 6)
-    (tokens,) = {len(text.input_ids) for text in texts}
-    assert sorted(costs[:, 0]) == [tokens - 1] * 3 + [tokens] * 3
-
-
-def test_media_are_opened_once_and_stand_in_the_texts_order(
-    omni_shards, tmp_path, monkeypatch, reads
-):
-    """An image between two clips, one MP4 and one of frames, and a sound."""
-    frames = {f"video2.{n}.png": image(32, 24) for n in range(2)}
-    files = {"video1.mp4": mp4(), **frames, "png": image(32, 24), "wav": sound(np.zeros(4000))}
-    talk = ["copy <video> 3 <image> <video> <sound>", "3"]
-    turns = [{"from": who, "value": said} for who, said in zip(("human", "gpt"), talk, strict=True)]
-    make_shard(tmp_path, [files | {"json": json.dumps({"conversations": turns}).encode()}], CRUDE)
-    tokenizer, calls = omni_shards / "tokenizer", Counter()
-    survey(tmp_path, tokenizer, splits=["train"], makes=[omni])
-    opened = source(tmp_path, tokenizer, encoder=omni(tokenizer), seq_length=256)
-    av = pytest.importorskip("av")
-    for owner, name in ((Image, "open"), (soundfile.SoundFile, "read"), (av, "open")):
-        real = getattr(owner, name)
-
-        def call(*given, real=real, name=f"{owner.__name__}.{name}", **options):
-            calls[name] += 1
-            return real(*given, **options)
-
-        monkeypatch.setattr(owner, name, call)
-    reads.media.clear()
-    opened.text("train", 0)
-    assert not reads.media and not calls
-    (heard,) = opened.inputs("train", 0, SOUND)
-    assert len(heard) == 4000 and calls == {"SoundFile.read": 1}
-    inputs = opened.inputs("train", 0, IMAGES)
-    assert [each.ndim for each in inputs] == [4, 3, 4] and [*map(len, inputs[::2])] == [3, 1]
-    assert calls == {"PIL.Image.open": 3, "SoundFile.read": 1, "av.open": 1}
+    tokens = [len(text.input_ids) for text in texts]
+    costs = source(outer, digits / "tokenizer").costs("train", 0, 3)
+    assert costs[:, 0].tolist() == [each - 1 for each in tokens]
