@@ -144,6 +144,8 @@ def test_captions_are_read_through_a_field_map(digits, tmp_path):
     captions = [json.dumps({"text": f"{n} {n}", "short": f"{n}"}).encode() for n in range(3)]
     samples = [{"jpg": image(16, 16, "JPEG"), "json": caption} for caption in captions]
     make_shard(tmp_path, samples, {"sample_type": kind, "field_map": fields})
+    short = {"sample_type": kind, "field_map": fields | {"caption": "json[short]"}}
+    (tmp_path / ".nv-meta" / "short.yaml").write_text(yaml.dump(short))
     survey(tmp_path, digits / "tokenizer", splits=["train"])
     opened = source(tmp_path, digits / "tokenizer")
     texts = [opened.text("train", number) for number in range(3)]
@@ -153,8 +155,6 @@ def test_captions_are_read_through_a_field_map(digits, tmp_path):
     with pytest.raises(ValueError, match="has no samples for val or test"):
         opened.costs("test", 0, 1)
 
-    short = {"sample_type": kind, "field_map": fields | {"caption": "json[short]"}}
-    (tmp_path / ".nv-meta" / "short.yaml").write_text(yaml.dump(short))
     nested = blend(tmp_path / "in", {"path": str(tmp_path), "dataset_config": "short.yaml"})
     outer = blend(tmp_path / "out", {"path": str(nested)})
     survey(outer, digits / "tokenizer", splits=["train"])
