@@ -8,7 +8,6 @@ import contextlib
 import importlib
 import io
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -41,46 +40,36 @@ def block(kind: str, containing: str) -> str:
     return found
 
 
-@pytest.fixture
-def folder(tmp_path, digits) -> Path:
-    """Make what the document assumes: images, conversations, and the tokenizer of the digits."""
+def run(command: str) -> str:
+    """Run a command, energon's and a survey in this process; return what these print."""
+    program, *arguments = shlex.split(command.replace("\\\n", " ").replace(" --workers 2", ""))
+    if program == "python":
+        subprocess.run([sys.executable, *arguments], check=True)
+        return ""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        if program == "energon":
+            energon(arguments, standalone_mode=False)
+        else:
+            assert program == "tools/data/survey.py" and main(arguments) == 0
+    return said.getvalue()
+
+
+def test_its_commands_make_a_data_set_and_a_blend(digits, tmp_path, monkeypatch):
+    """Of 60 conversations on the digits' tokenizer, two thirds have an image."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
     entries = []
     for number in range(60):
-        conversations = [{"from": "human", "value": "copy 3"}, {"from": "gpt", "value": "3"}]
-        entry = {"conversations": conversations}
+        turns = [{"from": "human", "value": "copy 3"}, {"from": "gpt", "value": "3"}]
+        entries.append({"conversations": turns})
         if number % 3:
-            entry["image"] = f"cats/{number}.{'png' if number % 2 else 'jpg'}"
-            path = tmp_path / "photos" / entry["image"]
-            path.parent.mkdir(parents=True, exist_ok=True)
+            entries[-1]["image"] = f"{number}.{'png' if number % 2 else 'jpg'}"
+            path = tmp_path / "photos" / entries[-1]["image"]
+            path.parent.mkdir(exist_ok=True)
             Image.new("RGB", (8 * number, 16)).save(path)
-        entries.append(entry)
-    (tmp_path / "photos.json").write_text(json.dumps(entries))
-    (tmp_path / "build").mkdir()
-    (tmp_path / "build" / "digits").symlink_to(digits)
-    return tmp_path
-
-
-def run(command: str) -> str:
-    """Run a command, energon's and a survey in this process; return what it prints."""
-    program, *arguments = shlex.split(command.replace("\\\n", " ").replace(" --workers 2", ""))
-    if program in ("energon", "tools/data/survey.py"):
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            if program == "energon":
-                energon(arguments, standalone_mode=False)
-            else:
-                assert main(arguments) == 0
-        return said.getvalue()
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        [program, *arguments], env=os.environ | {"PATH": path}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_its_commands_make_a_data_set_and_a_blend(folder, monkeypatch):
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    monkeypatch.chdir(folder)
+    Path("photos.json").write_text(json.dumps(entries))
+    Path("build").mkdir()
+    Path("build/digits").symlink_to(digits)
     Path("shards.py").write_text(block("python", '"image" in entry'))
     run(block("bash", "python shards.py"))
     run(block("bash", "energon prepare"))
@@ -147,7 +136,7 @@ def test_the_tool_does_not_write_over_data(digits, capsys):
 def test_the_benchs_mixture_opens(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(REPOSITORY / "tools" / "bench")
     model, mixture = ["--model", "tiny-omni"], importlib.import_module("mixture")
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # no process of its own
+    monkeypatch.setattr(mixture.os, "cpu_count", lambda: 1)  # no process of its own
     monkeypatch.setattr(mixture.subprocess, "run", lambda line, check: main(line[2:]))
     made = mixture.make(tmp_path / "mixture", 32, model)
     sizes = ("--dynamic-resolution", "--seq-length", "99968", "--vocab-size", "1024")
