@@ -92,7 +92,6 @@ TEMPLATES = {
     "shouting": "{% for m in messages %}{{ m.role }}: {{ m.content | upper }}\n{% endfor %}",
     "refusing": "{{ raise_exception('roles must alternate') }}",
 }
-TEMPLATES["quotes a type"] = '{"type": "text"}\n' + TEMPLATES["items of results"]
 TEMPLATES["comments"] = (
     "{# no tools #}thinking by reasoning_content: {{ 'its thinking is deep' }}"
     + HEADERS.replace("{{ '<s>' }}", "")
