@@ -39,12 +39,6 @@ KINDS = {
         decoders.ByteLevel(),
         trainers.BpeTrainer(special_tokens=TOKENS, **BYTES),
     ),
-    "words": (
-        models.WordLevel(unk_token="<unk>"),
-        pre_tokenizers.Whitespace(),
-        decoders.Fuse(),
-        trainers.WordLevelTrainer(special_tokens=TOKENS),
-    ),
     "unigram": (
         models.Unigram(),
         pre_tokenizers.Metaspace(split=False, **SPACES),
@@ -65,7 +59,7 @@ def test_the_prompt_begins_what_trains_and_the_next_token_bears_a_loss(kind, tmp
         given = {"tokenizer_object": made, "chat_template": template}
         PreTrainedTokenizerFast(**given, **names).save_pretrained(tmp_path / name)
         apart = check(Chat(tmp_path / name), name in PROMPTED)
-        if kind in ("bytes", "words") and name == "chatml":
+        if kind == "bytes" and name == "chatml":
             assert not any(apart), "tokens are taken apart where they need not be"
         if kind == "bytes over words" and name == "headers":
             assert any(apart)
