@@ -3,14 +3,16 @@
 """Tokens and loss of conversations are those of transformers, for templates of all styles.
 
 Each template marks what the model is to produce, and transformers' mask of it is the reference,
-also for the same template without marks.
+also for the same template without marks. A prompt that asks is a prefix of the text that trained
+the model, for any tokenizer.
 """
 
 import itertools
 import json
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn, place_media
@@ -162,6 +164,68 @@ def test_without_a_template_a_plain_one_is_taken(tmp_path):
     ids, bears = chat.encode([*turns, *turns])
     assert chat.words(ids) == "user: is it 3 ?\nassistant: 3\n" * 2
     assert chat._tokenizer.decode(ids[bears]) == " 3</s> 3</s>"
+
+
+QUESTIONS = ["ask", "Wie heißt das Mädchen? ", "名前は何ですか？", "3 + 4 = ", "a:\n", "\n\n", "e"]
+REPLIES = ["yo", " yo", "\nyo", "Größe: 12", "画像", "7", "  12 34", "é", ": :", "assistant: e"]
+PAIRS = list(itertools.product(QUESTIONS, REPLIES))
+CORPUS = [f"user: {q}\nassistant: {a}\n" for q, a in PAIRS] + [f"\n\n{a}" for a in REPLIES]
+"""Each question precedes each answer, so that they may be merged."""
+
+TOKENS = ["<unk>", "</s>", "<|im_start|>", "<|im_end|>", *SPECIAL]
+BYTES = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "special_tokens": TOKENS}
+SPACES = {"prepend_scheme": "first"}
+TRAINED = {
+    "bytes": (
+        models.BPE(),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+        trainers.BpeTrainer(vocab_size=300, **BYTES),
+    ),
+    "bytes over words": (
+        models.BPE(),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        decoders.ByteLevel(),
+        trainers.BpeTrainer(**BYTES),
+    ),
+    "unigram": (
+        models.Unigram(),
+        pre_tokenizers.Metaspace(split=False, **SPACES),
+        decoders.Metaspace(**SPACES),
+        trainers.UnigramTrainer(unk_token="<unk>", special_tokens=TOKENS),
+    ),
+}
+APART = {("bytes", "chatml"): False, ("bytes over words", "headers"): True}
+"""Whether tokens of the whole text differ, which are taken apart where an answer begins."""
+
+
+@pytest.mark.parametrize("style", ["none", "chatml", "headers", "mistral"])
+@pytest.mark.parametrize("kind", TRAINED)
+def test_the_prompt_begins_what_trains_and_the_next_token_bears_a_loss(kind, style, tmp_path):
+    model, before, after, trainer = TRAINED[kind]
+    made = Tokenizer(model)
+    made.pre_tokenizer, made.decoder = before, after
+    made.train_from_iterator(CORPUS, trainer)
+    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    template = None if style == "none" else without_marks(TEMPLATES[style])
+    theirs = PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template, **names)
+    theirs.save_pretrained(tmp_path)
+    chat, is_apart = Chat(tmp_path), False
+    for question, reply in PAIRS:
+        messages = [said("user", question), said("assistant", reply), said("user", reply)]
+        messages.append(said("assistant", REPLIES[QUESTIONS.index(question)]))
+        turns = [Turn(each["role"], each["content"]) for each in messages]
+        ids, bears = chat.encode(turns)
+        for asked in (turns[:1], turns[:3]):
+            prompt = chat.prompt(asked)
+            assert ids[: len(prompt)].tolist() == prompt.tolist()
+            assert bears[len(prompt)] and not bears[len(prompt) - 1]
+        if style in ("chatml", "headers"):  # these have a prompt
+            how = {"add_generation_prompt": True, "return_dict": False}
+            asked = theirs.apply_chat_template(messages[:1], **how)
+            assert asked == chat.prompt(turns[:1]).tolist()
+            is_apart |= theirs.apply_chat_template(messages, return_dict=False) != ids.tolist()
+    assert is_apart == APART.get((kind, style), is_apart)
 
 
 @pytest.mark.parametrize(
