@@ -2,17 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sample numbers: every sample once an epoch, and blends in proportion."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples.mimo.nemotron_vlm.energon import stream
 from examples.mimo.nemotron_vlm.energon.order import Order, blend
-from examples.mimo.nemotron_vlm.energon.stream import Stream
-from examples.mimo.nemotron_vlm.energon.survey import MEDIA, Survey
 
 
 def epoch(order: Order, number: int) -> np.ndarray:
@@ -62,7 +57,7 @@ def test_any_beginning_of_a_blend_has_each_share_within_one_sample(weights):
     assert np.allclose(shares / shares.sum(), np.array(weights) / sum(weights), atol=1e-3)
 
 
-def test_each_data_set_goes_through_its_own_epochs():
+def test_each_data_set_goes_through_its_own_epochs_and_gives_a_sample():
     assert blend([0.7, 0.3])[0].tolist() == [7, 3], "simple weights are exact"
     order = Order([10, 4], True, [3.0, 1.0], 0)
     assert order.epoch_size is None
@@ -72,44 +67,7 @@ def test_each_data_set_goes_through_its_own_epochs():
         drawn = sample[dataset == number]
         for first in range(0, len(drawn) - size, size):
             assert sorted(drawn[first : first + size]) == list(range(size))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "by_weight", "weights", "text"),
-    [
-        ([6, 4], True, [1.0, 0.0], "must be positive"),
-        ([6, 4], False, [1, 0.1], "less than one"),
-    ],
-)
-def test_what_gives_no_sample_is_refused(sizes, by_weight, weights, text):
-    with pytest.raises(ValueError, match=text):
-        Order(sizes, by_weight, weights, 0)
-
-
-def stream_of(states: np.ndarray, tokens: np.ndarray, taken: range, seq_length: int) -> Stream:
-    """Number the samples that a blend takes from one data set; states are int32 [n]."""
-    table = [states, tokens, *np.zeros((5, len(states)), np.int32)]
-    survey = Survey(*table, np.zeros(0, MEDIA), "hash", None)
-    pairs = [(SimpleNamespace(subset=taken, weight=None, path="data"), survey)]
-    return Stream(pairs, False, seq_length, (0, "train"), False)
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.lists(st.sampled_from([0, 0, 0, 3, 5, 90]), min_size=1, max_size=60), st.data())
-def test_numbers_skip_bad_and_long_samples_in_the_part_that_a_blend_takes(kinds, draw):
-    """A state, or 90 tokens; read a few samples at a time."""
-    first = draw.draw(st.integers(0, len(kinds) - 1))
-    taken = range(first, draw.draw(st.integers(first + 1, len(kinds))))
-    states = np.array([kind % 90 for kind in kinds], np.int32)
-    tokens = np.array([max(kind, 10) for kind in kinds], np.int32)
-    good = [index for index in taken if kinds[index] == 0]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "PART", 7)
-        if not good:
-            with pytest.raises(ValueError, match=f"none of {len(taken)} samples of train"):
-                stream_of(states, tokens, taken, 64)
-            return
-        opened = stream_of(states, tokens, taken, 64)
-    assert sorted(opened.locate(number)[1] for number in range(len(good))) == good
-    assert opened.left_out.total() == len(taken) - len(good)
-    assert opened.left_out["too long"] == sum(kinds[index] == 90 for index in taken)
+    with pytest.raises(ValueError, match="must be positive"):
+        Order([6, 4], True, [1.0, 0.0], 0)
+    with pytest.raises(ValueError, match="less than one"):
+        Order([6, 4], False, [1, 0.1], 0)
