@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates of four styles, each of which marks what the model is to produce."""
+"""Chat templates of three styles, each of which marks what the model is to produce."""
 
 # Published rules of Nemotron 3: an answer without reasoning gets an empty pair; what is before the
 # last question loses its reasoning; answers are trimmed; tools are called in XML, as JSON here.
@@ -55,16 +55,6 @@ CHATML = """{% if tools %}<|im_start|>system
 {{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-# Llama 3's headers: trimmed; of an answer that calls a tool, the call alone.
-HEADERS = """{{ '<s>' }}{% for m in messages %}
-{{- '<|start|>' ~ (m.role if m.role != 'tool' else 'ipython') ~ '<|end|>\n\n' }}
-{%- if m.role == 'assistant' %}{% generation %}{% if m.tool_calls %}
-{{- '{"name": "' ~ m.tool_calls[0].function.name ~ '"}' }}{% else %}
-{{- m.content | trim }}{% endif %}{{ '</s>' }}{% endgeneration %}
-{%- else %}{% if tools and loop.first %}{{ tools | tojson ~ '\n' }}{% endif %}
-{{- m.content | trim ~ '</s>' }}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|start|>assistant<|end|>\n\n' }}{% endif %}"""
-
 # Mistral's instructions: no prompt of its own; tools and the system's turn go to the last question.
 MISTRAL = """{%- set said = namespace(system='', last=-1) %}{% for m in messages %}
 {%- if m.role == 'system' %}{% set said.system = m.content ~ '\n\n' %}{% endif %}
@@ -84,19 +74,16 @@ _CONTENTS = "{{- m.content | default('') }}", "{{ m.content }}"
 TEMPLATES = {
     "nemotron": NEMOTRON,
     "chatml": CHATML,
-    "headers": HEADERS,
     "mistral": MISTRAL,
     "items": CHATML.replace(_CONTENTS[0], _ITEMS).replace(_CONTENTS[1], _ITEMS),
     "items of results": CHATML.replace("{% else %}{{ m.content }}", _RESULTS),
     "dated": "{{ date if date is defined else strftime_now('%d %B') }}" + CHATML,
     "shouting": "{% for m in messages %}{{ m.role }}: {{ m.content | upper }}\n{% endfor %}",
+    "comments": "{# no tools #}thinking by reasoning_content: {{ 'its thinking is deep' }}"
+    + MISTRAL,
     "refusing": "{{ raise_exception('roles must alternate') }}",
 }
-TEMPLATES["comments"] = (
-    "{# no tools #}thinking by reasoning_content: {{ 'its thinking is deep' }}"
-    + HEADERS.replace("{{ '<s>' }}", "")
-)
-SPECIAL = ["<s>", "<image>", "<think>", "</think>", "<|start|>", "<|end|>", "[INST]", "[/INST]"]
+SPECIAL = ["<s>", "<image>", "<think>", "</think>", "[INST]", "[/INST]"]
 """Tokens of the templates beside those of every test's tokenizer."""
 
 

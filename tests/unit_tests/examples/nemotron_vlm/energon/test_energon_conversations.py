@@ -99,7 +99,7 @@ def knows(template: str, talk: list[dict]) -> bool:
 CASES = [
     *(
         (style, {"messages": talk, "tools": TOOLS if "tool" in name else None}, talk)
-        for style, (name, talk) in itertools.product(list(TEMPLATES)[:4], TALKS.items())
+        for style, (name, talk) in itertools.product(list(TEMPLATES)[:3], TALKS.items())
         if knows(style, talk)
     ),
     ("chatml", {"conversations": LLAVA, **SAYS_NOTHING}, BOTH),
@@ -195,11 +195,11 @@ TRAINED = {
         trainers.UnigramTrainer(unk_token="<unk>", special_tokens=TOKENS),
     ),
 }
-APART = {("bytes", "chatml"): False, ("bytes over words", "headers"): True}
+APART = {("bytes", "chatml"): False, ("bytes over words", "chatml"): True}
 """Whether tokens of the whole text differ, which are taken apart where an answer begins."""
 
 
-@pytest.mark.parametrize("style", ["none", "chatml", "headers", "mistral"])
+@pytest.mark.parametrize("style", ["none", "chatml", "mistral"])
 @pytest.mark.parametrize("kind", TRAINED)
 def test_the_prompt_begins_what_trains_and_the_next_token_bears_a_loss(kind, style, tmp_path):
     model, before, after, trainer = TRAINED[kind]
@@ -220,7 +220,7 @@ def test_the_prompt_begins_what_trains_and_the_next_token_bears_a_loss(kind, sty
             prompt = chat.prompt(asked)
             assert ids[: len(prompt)].tolist() == prompt.tolist()
             assert bears[len(prompt)] and not bears[len(prompt) - 1]
-        if style in ("chatml", "headers"):  # these have a prompt
+        if style == "chatml":  # it has a prompt
             how = {"add_generation_prompt": True, "return_dict": False}
             asked = theirs.apply_chat_template(messages[:1], **how)
             assert asked == chat.prompt(turns[:1]).tolist()
@@ -253,7 +253,7 @@ def test_a_run_asks_as_all_its_samples_do(chats, tmp_path, names, ways, asked):
     ("template", "answer", "more", "reason"),
     [
         ("comments", THOUGHTS["reasoning"], {}, "does not know reasoning_content"),
-        ("headers", ANSWERS["plain"], {"chat_template_kwargs": {"deep": 1}}, "does not know deep"),
+        ("mistral", ANSWERS["plain"], {"chat_template_kwargs": {"deep": 1}}, "does not know deep"),
         ("shouting", ANSWERS["plain"], {}, "template changes answer 1"),
         ("refusing", ANSWERS["plain"], {}, "refuses it: roles must alternate"),
         ("dated", ANSWERS["plain"], {}, "refuses it: it writes today's date; say which by"),
