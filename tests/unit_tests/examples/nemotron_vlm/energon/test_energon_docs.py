@@ -20,13 +20,11 @@ from PIL import Image
 
 import examples.mimo.nemotron_vlm.energon as package
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.energon.__main__ import main
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from megatron.energon.cli.main import main as energon
 from tests.unit_tests.examples.nemotron_vlm.energon import digits_data
 from tests.unit_tests.examples.nemotron_vlm.energon.media_files import sound
-from tests.unit_tests.examples.nemotron_vlm.runs import options_of
 
 REPOSITORY = Path(__file__).resolve().parents[5]
 PAGES = [REPOSITORY / "docs/user" / f"{name}.md" for name in ("your-own-data", "video-and-sound")]
@@ -131,15 +129,3 @@ def test_a_missing_package_is_refused_with_the_extra(monkeypatch):
 def test_the_tool_does_not_write_over_data(digits, capsys):
     assert digits_data.make_webdataset.main([str(digits), "--samples", "8", "--seed", "0"]) == 2
     assert "is there already" in capsys.readouterr().err
-
-
-def test_the_benchs_mixture_opens(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(REPOSITORY / "tools" / "bench")
-    model, mixture = ["--model", "tiny-omni"], importlib.import_module("mixture")
-    monkeypatch.setattr(mixture.os, "cpu_count", lambda: 1)  # no process of its own
-    monkeypatch.setattr(mixture.subprocess, "run", lambda line, check: main(line[2:]))
-    made = mixture.make(tmp_path / "mixture", 32, model)
-    sizes = ("--dynamic-resolution", "--seq-length", "99968", "--vocab-size", "1024")
-    run = options_of(*model, *made, *sizes)
-    opened = make_source(run.args, run.preset)
-    assert opened.epoch_size("train") == 32 and not opened.left_out("train")

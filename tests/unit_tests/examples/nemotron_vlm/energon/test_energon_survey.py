@@ -46,22 +46,12 @@ TRAIN = 84
 ONE = {"splits": ["train"], "makes": [encoder]}
 
 
-@pytest.mark.parametrize(
-    ("kind", "more"),
-    [
-        ("digits", "--max-tiles 3 --disable-thumbnail --surveys {}"),
-        ("omni", "--model tiny-omni --dynamic-resolution --video-fps 1"),
-    ],
-)
-def test_one_that_is_missing_is_refused_with_the_command_that_makes_it(
-    request, tmp_path, kind, more
-):
-    path = request.getfixturevalue("copied" if kind == "digits" else "omni_shards")
-    line = ["--data", f"energon:{path}", "--tokenizer-model", str(path / "tokenizer")]
-    line += more.format(tmp_path / "surveys").split()
+def test_one_that_is_missing_is_refused_with_the_command_that_makes_it(copied, tmp_path):
+    line = f"--data energon:{copied} --tokenizer-model {copied}/tokenizer --surveys {tmp_path}/at"
 
     def opened(prompt: str) -> SampleSource:
-        options = options_of(*line, "--prompt", prompt)
+        more = ["--max-tiles", "3", "--disable-thumbnail", "--prompt", prompt]
+        options = options_of(*line.split(), *more)
         return make_source(options.args, options.preset)
 
     with pytest.raises(UserError, match="^[^\n]*no survey of train[^\n]*$") as refusal:
@@ -171,27 +161,23 @@ def test_it_recommends_a_length_and_tiles_and_says_what_others_leave_out(
     assert re.search(rf"  64 .* {packed:.1%}\n  --max-tiles", printed)
     assert "recommended: --seq-length 32 --max-tiles 3, " in printed
     most = re.search(r"\n  2 .*%  +(\d+) tokens", printed)[1]
-    config = tmp_path / "run.yaml"
-    config.write_text("max-tiles: 2\ntrain-iters: 10\n")
-    assert f"99 %: {most} " in surveyed("--config", str(config))
+    (tmp_path / "run.yaml").write_text("max-tiles: 2")
+    assert f"99 %: {most} " in surveyed("--config", f"{tmp_path}/run.yaml")
 
 
 def test_it_is_what_the_planner_counts(omni_shards):
-    line = ["--data", f"energon:{omni_shards}", "--tokenizer-model", f"{omni_shards}/tokenizer"]
-    line += ["--model", "tiny-omni", "--dynamic-resolution", "--seq-length", "64"]
-    made = omni(omni_shards / "tokenizer")
-    opened = source(omni_shards, encoder=made, seq_length=64, seed=1234)
-    planned = plan_of(Run.of(line, 1))
+    tokenizer = omni_shards / "tokenizer"
+    line = f"--data energon:{omni_shards} --tokenizer-model {tokenizer} --model tiny-omni"
+    planned = plan_of(Run.of([*line.split(), "--dynamic-resolution", "--seq-length", "64"], 1))
+    opened = source(omni_shards, encoder=omni(tokenizer), seq_length=64, seed=1234)
     for inputs, layout in planned.encoders:
         each = inputs.encoder
         sizes = opened.sizes("train", 0, COUNTED, each.name)
         rows = sum(each.rows(row).sum() for row in sizes)
         assert inputs.mean(each.rows(inputs.sizes)) == rows / COUNTED
         of_inputs = [each.kept(row, layout) for row in sizes]
-        kept, largest = (
-            [row.sum() for row in of_inputs],
-            max(row.max(initial=0) for row in of_inputs),
-        )
+        kept = [row.sum() for row in of_inputs]
+        largest = max(row.max(initial=0) for row in of_inputs)
         three = np.convolve(kept, np.ones(3), "valid").max()  # of rows in succession
         most = {0.5: max(max(kept) / 2, largest), 1: max(kept), 2.5: three * 2.5 / 3, 3: three}
         for rows, wanted in most.items():
