@@ -5,6 +5,7 @@ where they differ. Images become tiles as InternVL cuts them.
 
 Pixels of images and clips are equal, bit by bit, and so are samples of sound: both sides call the
 same libraries. That pixels are cut into their patches and tubelets is in test_media_grids.py.
+Conversations have the ids that the processor of Nemotron 3 Nano Omni gives in transformers.
 """
 
 from functools import partial
@@ -16,21 +17,36 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
-from transformers import ParakeetFeatureExtractor
+from transformers import AutoTokenizer, ParakeetFeatureExtractor
 from transformers.audio_utils import load_audio
 from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
+from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import (
+    NemotronH_Omni_Reasoning_V3Processor,
+)
+from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import (
+    NemotronH_Omni_Reasoning_V3VideoProcessor,
+)
+from transformers.processing_utils import ImagesKwargs
 from transformers.video_utils import load_video
 
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+from examples.mimo.nemotron_vlm.energon.conversation import AROUND, Chat
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, read_files
 from examples.mimo.nemotron_vlm.energon.errors import BadMedium
-from examples.mimo.nemotron_vlm.energon.images import Tiling, open_image
-from examples.mimo.nemotron_vlm.energon.records import Medium
+from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling, open_image
+from examples.mimo.nemotron_vlm.energon.records import MediaFile, Medium, read_record
 from examples.mimo.nemotron_vlm.energon.videos import Extent, Watching
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b
+from megatron.energon import CrudeSample
 from tests.unit_tests.examples.nemotron_vlm.energon import media_files
-from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import CLIPS, GRIDS, READER
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
+    CLIPS,
+    GRIDS,
+    READER,
+    byte_tokenizer,
+    image,
+)
 
 TURNS = {"0": 0, "90": 3, "180": 2, "270": 1, "none": 0}
 """Quarters, counterclockwise, by which torchcodec turns a clip whose matrix turns clockwise."""
@@ -192,3 +208,91 @@ def test_tiles_come_row_by_row_and_the_thumbnail_last():
     assert (tiles[:, 1] == 7).all() and (tiles[:, 2] == 200).all()
     with pytest.raises(ValueError, match="0 tiles"):
         Tiling(16, max_tiles=0)
+
+
+TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for item in message.content %}
+{%- if item.type == 'text' %}{{ item.text }}{% endif %}
+{%- if item.type == 'video' %}<video>{% endif %}
+{%- if item.type == 'image' %}<image>
+{% endif %}{% if item.type == 'audio' %}<so_embedding>{% endif %}
+{%- endfor %}{% endif %}<|im_end|>
+{% endfor %}"""
+SPECIAL = ["<image>", "<so_embedding>", *(token for pair in AROUND.values() for token in pair)]
+ITEMS = [
+    {"type": "text", "text": " Is this "},
+    {"type": "image"},
+    {"type": "text", "text": "louder than  that? \n"},
+    {"type": "audio"},
+    {"type": "image"},
+]
+THANKS = [{"type": "text", "text": "So?"}, {"type": "audio"}]
+CLIP = [{"type": "image"}, {"type": "video"}, {"type": "text", "text": "Whither? "}]
+TALKS = {
+    "items": [("user", ITEMS), ("assistant", " No. "), ("user", THANKS), ("assistant", "b")],
+    "clip": [("user", CLIP), ("assistant", "Up.")],
+    "text": [("system", "B  b."), ("user", "<image>: <so_embedding>?"), ("assistant", "Yes.")],
+}
+SHAPES = [(33, 20), (60, 8)]
+SOUNDS = [np.sin(np.arange(samples) / 9) for samples in (4000, 12801)]
+FRAMES = 5
+
+
+class Grids:
+    """Stands in for the image processor, which needs torchvision: its grids alone."""
+
+    downsample_ratio = 1 / GRIDS.pixel_shuffle
+    model_input_names = ["image_grid_hw"]
+    valid_kwargs = ImagesKwargs
+
+    def __call__(self, images, **_):
+        shapes = [GRIDS.grid_of(each.height, each.width) for each in images]
+        return {"image_grid_hw": torch.tensor(shapes)}
+
+    def fetch_images(self, images):
+        return images
+
+
+@pytest.mark.parametrize(
+    ("name", "fps"), [*((name, 0) for name in TALKS), ("clip", 2), ("clip", 6.3)]
+)
+def test_ids_are_the_released_processors(tmp_path, monkeypatch, name, fps):
+    texts = str(TALKS[name])
+    shapes = SHAPES[: texts.count("image")]
+    sounds = SOUNDS[: texts.count("audio") + texts.count("<so_")]
+    frames = FRAMES * (name == "clip")
+    messages = [{"role": role, "content": content} for role, content in TALKS[name]]
+
+    made = AutoTokenizer.from_pretrained(byte_tokenizer(tmp_path, TEMPLATE, SPECIAL))
+    released = NemotronH_Omni_Reasoning_V3Processor
+    monkeypatch.setattr(released, "check_argument_for_proper_class", lambda *_: None)
+    clips = NemotronH_Omni_Reasoning_V3VideoProcessor(
+        patch_size=CLIPS.patch,
+        temporal_patch_size=CLIPS.tubelet,
+        video_target_num_patches=CLIPS.patches,
+        norm_mean=[0.0] * 3,
+        norm_std=[1.0] * 3,
+    )
+    processor = released(Grids(), clips, made, ParakeetFeatureExtractor(16, 16000))
+    text = processor.apply_chat_template(messages, chat_template=TEMPLATE, tokenize=False)
+    pixels = [Image.new("RGB", shape) for shape in shapes]
+    videos = [np.zeros((FRAMES, 24, 32, 3), np.uint8)] if frames else None
+    metadata = [{"total_num_frames": FRAMES, "fps": fps or None}]
+    asked = {"num_frames": 3, "do_sample_frames": True, "video_metadata": metadata}
+    made = processor(pixels, text, videos, sounds or None, videos_kwargs=asked)
+    wanted = made["input_ids"][0]
+
+    files = {f"{n}.png": image(*shape) for n, shape in enumerate(shapes)}
+    files |= {f"{n}.wav": media_files.sound(samples) for n, samples in enumerate(sounds)}
+    files |= {f"video.{n}.png": image(32, 24) for n in range(frames)}
+    for message in messages:
+        if isinstance(message["content"], str):  # our placeholder of a sound
+            message["content"] = message["content"].replace("<so_embedding>", "<sound>")
+    named = {name: MediaFile(name) for name in files}
+    named["json"] = {"messages": messages, "fps": fps}
+    record = read_record(CrudeSample(named), "")
+    more = {"subsampling": READER.subsampling, "video": Watching(CLIPS, frames=3)}
+    encoder = Encoder(Chat(tmp_path, sound=True), Resizing(GRIDS), **more)
+    media = encoder.read(read_files(files, record.media))
+    found = encoder.text(record, [each.extent for each in media])
+    assert [*found.input_ids.tolist(), int(found.labels[-1])] == wanted
