@@ -32,27 +32,26 @@ from tests.unit_tests.examples.nemotron_vlm.energon.media_files import (
     sound,
 )
 
-PNG, ANSWER = digits_data.image(16, 16), {"role": "assistant", "content": "b"}
+PNG = digits_data.image(16, 16)
+ASK, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
 
 def of(text: object, **files: bytes) -> dict[str, bytes]:
-    """Return a sample with a json."""
+    """Return a sample with a json, and files by suffix."""
     return {"json": text if isinstance(text, bytes) else json.dumps(text).encode()} | files
 
 
-def talk(*turns: dict | str, **files: bytes) -> dict[str, bytes]:
-    """Return a sample of messages; a user says the texts."""
-    turns = [{"role": "user", "content": t} if isinstance(t, str) else t for t in turns]
+def talk(*turns: dict, **files: bytes) -> dict[str, bytes]:
+    """Return a sample of messages."""
     return of({"messages": turns}, **files)
 
 
 def last(**more) -> dict[str, bytes]:
     """Return a question and an answer with more keys, as messages."""
-    return talk("a", ANSWER | more)
+    return talk(ASK, ANSWER | more)
 
 
 def with_media(**files: bytes) -> dict[str, bytes]:
-    """Return a sample of files, named by suffix, and a caption."""
     return of({"caption": "3"}, **files)
 
 
@@ -63,6 +62,7 @@ def of_sound(value: float, rate: int = 16000) -> dict[str, bytes]:
 
 TEXTS = [
     (of(b"{"), "its json is damaged"),
+    (of(b"[" * 100_000), ""),
     (of([]), "its json is no object"),
     (of({}), "has neither conversations, messages nor a caption"),
     (of({"conversations": "hello"}), "conversations is no list of"),
@@ -82,10 +82,10 @@ TEXTS = [
     (last(role="user", loss=True), "message 2: the loss is on the assistant's turns alone"),
     (last(content=""), "an answer is empty"),
     (last(content="nice \ud83d"), r"the tokenizer refuses it: half a character, '\\ud83d'"),
-    (talk("b"), "needs a user's turn and an assistant's answer"),
-    (talk("a", ANSWER, "a"), "ends with a turn of user, which has no answer"),
-    (talk("<image>", ANSWER, **{"1.png": PNG, "2.png": PNG}), "1 <image> for 2 images"),
-    (talk("b", ANSWER | {"content": "<image>"}, png=PNG), "<image> outside of the user's turns"),
+    (talk(ASK), "needs a user's turn and an assistant's answer"),
+    (talk(ASK, ANSWER, ASK), "ends with a turn of user, which has no answer"),
+    (talk(ASK | {"content": "<image>"}, ANSWER), "1 <image> for 0 images"),
+    (talk(ASK, ANSWER | {"content": "<image>"}, png=PNG), "<image> outside of the user's turns"),
     (last(content="panic"), r"Panic: \\ud83d !"),
     (last(content="a <so_embedding>"), "its text has the token <so_embedding>"),
 ]
@@ -110,7 +110,7 @@ MEDIA = [
 ]
 BAD = [*((sample, f"bad text: {reason}") for sample, reason in TEXTS), *MEDIA]
 """Samples that cannot be used, each with the kind and the reason that a survey names."""
-GOOD = [talk("a", ANSWER), talk(ANSWER, "a", ANSWER)]
+GOOD = [talk(ASK, ANSWER), talk(ANSWER, ASK, ANSWER)]
 
 
 @pytest.fixture(scope="module")
