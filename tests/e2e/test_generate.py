@@ -70,7 +70,7 @@ def digits(path: Path) -> tuple[SampleSource, list[str]]:
 
 def conversations(path: Path) -> tuple[SampleSource, list[str]]:
     """Return conversations in shards, and options."""
-    shards.make_omni(path / "data", 400, seed=3)
+    shards.make_digits(path / "data", 400, 3, "--tasks", "omni")
     tokenizer = path / "data/tokenizer"
     shards.survey(path / "data", makes=[shards.omni])
     given = {"encoder": shards.omni(tokenizer), "seq_length": LENGTH, "seed": SEED}

@@ -19,7 +19,7 @@ from tests.e2e.launch import CHECKOUT, REPOSITORY, end_of, forked
 from tests.ranks import run_ranks
 from tests.unit_tests.checkpoint.conversions import convert, tensors_of
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
-from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_omni
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_digits
 
 PAGE = (REPOSITORY / "docs/user/walk.md").read_text()
 
@@ -94,7 +94,7 @@ def test_published_weights_are_aligned_trained_and_exported(tmp_path):
     data = tmp_path / "data"
     save(whole_vlm(), data / "published")
     for name, seed in (("captions", 1), ("talks", 2)):
-        make_omni(data / name, 48, seed)
+        make_digits(data / name, 48, seed, "--tasks", "omni")
     for file in (data / "talks/tokenizer").iterdir():
         (data / "published" / file.name).write_bytes(file.read_bytes())
     for name in ("tools", "examples"):

@@ -34,16 +34,8 @@ def copied(digits, tmp_path) -> Path:
 def omni_shards(tmp_path_factory) -> Path:
     """84 lines of text, tones, clips, or several of them, to train, and 12 held out."""
     path = tmp_path_factory.mktemp("data") / "omni"
-    digits_data.make_omni(path, samples=96, seed=1)
+    digits_data.make_digits(path, 96, 1, "--tasks", "omni")
     digits_data.survey(path, makes=[digits_data.omni])
-    return path
-
-
-@pytest.fixture(scope="module")
-def extra(tmp_path_factory) -> Path:
-    """A second data set: 21 samples to train, 3 held out; without survey."""
-    path = tmp_path_factory.mktemp("other") / "other"
-    digits_data.make_digits(path, samples=24, seed=2)
     return path
 
 

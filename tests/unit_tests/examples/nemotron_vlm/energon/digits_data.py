@@ -37,14 +37,9 @@ GRIDS = tiny().with_images_of_any_size().images.grids
 
 
 def make_digits(path: Path, samples: int, seed: int, *more: str) -> None:
-    """Write a data set in shards of 24 samples."""
+    """Write a data set in shards of 24 samples; ``more`` are options of the maker."""
     options = ["--samples", str(samples), "--seed", str(seed), "--samples-per-shard", "24"]
     assert make_webdataset.main([str(path), *options, *more]) == 0
-
-
-def make_omni(path: Path, samples: int, seed: int) -> None:
-    """Write a data set of lines of text, tones and clips."""
-    make_digits(path, samples, seed, "--tasks", "omni")
 
 
 def make_shard(path: Path, samples: list[dict], config: dict) -> None:
@@ -85,7 +80,7 @@ def shared_digits(samples: int) -> Iterator[Path]:
             if first:
                 make_digits(made, samples, seed=2)
                 survey(made)
-                make_omni(directory / "omni", samples, seed=2)
+                make_digits(directory / "omni", samples, 2, "--tasks", "omni")
                 survey(directory / "omni", makes=[omni])
         yield made
 
