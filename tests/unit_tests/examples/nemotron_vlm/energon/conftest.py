@@ -4,7 +4,6 @@
 
 import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -39,22 +38,15 @@ def omni_shards(tmp_path_factory) -> Path:
     return path
 
 
-class Reads(NamedTuple):
-    """Names of samples, in the order of reads, and of the media among their files."""
-
-    samples: list[str]
-    media: list[str]
-
-
 @pytest.fixture
-def reads(monkeypatch) -> Reads:
-    """Record what data sets read in the test."""
-    seen, read = Reads([], []), DataSet.raw
+def reads(monkeypatch) -> list[tuple[str, list[str]]]:
+    """Record the samples that data sets read in the test, and which of their files of media."""
+    seen, read = [], DataSet.raw
 
     def recorded(dataset: DataSet, index: int, *more, **kinds) -> dict[str, bytes]:
-        seen.samples.append(dataset.name(index))
+        seen.append((dataset.name(index), []))
         raw = read(dataset, index, *more, **kinds)
-        seen.media.extend(name for name in raw if kind_of(name) and raw[name])
+        seen[-1][1].extend(name for name in raw if kind_of(name) and raw[name])
         return raw
 
     monkeypatch.setattr(DataSet, "raw", recorded)

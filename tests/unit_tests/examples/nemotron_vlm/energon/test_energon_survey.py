@@ -188,8 +188,8 @@ def test_it_is_what_the_planner_counts(omni_shards):
 
 def shards_of(reads) -> list[str]:
     """Return the shards that were read since the last call, in their order."""
-    shards = list(dict.fromkeys(name.partition("/")[0] for name in reads.samples))
-    reads.samples.clear()
+    shards = list(dict.fromkeys(name.partition("/")[0] for name, _ in reads))
+    reads.clear()
     return shards
 
 
@@ -222,7 +222,7 @@ def test_one_that_is_killed_before_shards_are_added_goes_on_with_the_others(
         survey(copied, **ONE)
     assert not [*copied.glob(".nv-meta/survey-*")]
     prepare(copied, shards)
-    reads.samples.clear()
+    reads.clear()
     survey(copied, **ONE)
     assert shards_of(reads) == [shards[0], shards[2], shards[3]]
     survey(copied, folder=tmp_path / "other", workers=2, **ONE)
@@ -248,7 +248,7 @@ def test_what_was_missing_is_damaged_or_has_been_replaced_is_read_again(copied, 
     os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
     after = shard.stat()
     assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    reads.samples.clear()
+    reads.clear()
     survey(copied, **ONE)
     assert shards_of(reads) == ["train-0000.tar", shard.name, missing.name]
     assert source(copied).left_out("train") == {"bad image": 1}
@@ -264,10 +264,10 @@ def test_of_records_only_runs_that_changed_are_read(digits, tmp_path, monkeypatc
     records = [{"image": f"{n // 10}.png", "conversations": turns} for n in range(35)]
 
     def surveyed(count: int) -> list[str]:
-        reads.samples.clear()
+        reads.clear()
         (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, records[:count])))
         survey(tmp_path, digits / "tokenizer", **ONE)
-        return [name.partition(":")[2] for name in reads.samples]
+        return [name.partition(":")[2] for name, _ in reads]
 
     assert len(surveyed(25)) == 25
     assert surveyed(35) == [str(line) for line in range(21, 36)]
