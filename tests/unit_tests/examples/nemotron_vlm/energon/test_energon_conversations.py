@@ -234,7 +234,7 @@ def test_the_prompt_begins_what_trains_and_the_next_token_bears_a_loss(kind, sty
         (["plain", "plain"], [MODES[1]] * 2, MODES[1]),
         (["plain", "reasoning"], [MODES[1], {}], {}),
         (["tags alone"], [{}], {}),
-        (["reasoning, again"], [MODES[1]], MODES[1]),
+        (["again, reasoning"], [{}], {}),
     ],
 )
 def test_a_run_asks_as_all_its_samples_do(chats, tmp_path, names, ways, asked):
