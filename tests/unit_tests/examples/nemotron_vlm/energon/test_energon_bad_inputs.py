@@ -25,12 +25,7 @@ from examples.mimo.nemotron_vlm.energon.survey import STATES, load_survey
 from examples.mimo.nemotron_vlm.energon.videos import Watching
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from tests.unit_tests.examples.nemotron_vlm.energon import digits_data
-from tests.unit_tests.examples.nemotron_vlm.energon.media_files import (
-    mp4,
-    noise,
-    saved,
-    sound,
-)
+from tests.unit_tests.examples.nemotron_vlm.energon.media_files import mp4, noise, saved, sound
 
 PNG = digits_data.image(16, 16)
 ASK, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}

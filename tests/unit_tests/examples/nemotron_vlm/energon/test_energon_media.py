@@ -39,14 +39,8 @@ from examples.mimo.nemotron_vlm.energon.videos import Extent, Watching
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b
 from megatron.energon import CrudeSample
-from tests.unit_tests.examples.nemotron_vlm.energon import media_files
-from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
-    CLIPS,
-    GRIDS,
-    READER,
-    byte_tokenizer,
-    image,
-)
+from tests.unit_tests.examples.nemotron_vlm.energon import digits_data, media_files
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import CLIPS, GRIDS, READER
 
 TURNS = {"0": 0, "90": 3, "180": 2, "270": 1, "none": 0}
 """Quarters, counterclockwise, by which torchcodec turns a clip whose matrix turns clockwise."""
@@ -263,7 +257,7 @@ def test_ids_are_the_released_processors(tmp_path, monkeypatch, name, fps):
     frames = FRAMES * (name == "clip")
     messages = [{"role": role, "content": content} for role, content in TALKS[name]]
 
-    made = AutoTokenizer.from_pretrained(byte_tokenizer(tmp_path, TEMPLATE, SPECIAL))
+    made = AutoTokenizer.from_pretrained(digits_data.byte_tokenizer(tmp_path, TEMPLATE, SPECIAL))
     released = NemotronH_Omni_Reasoning_V3Processor
     monkeypatch.setattr(released, "check_argument_for_proper_class", lambda *_: None)
     clips = NemotronH_Omni_Reasoning_V3VideoProcessor(
@@ -282,9 +276,9 @@ def test_ids_are_the_released_processors(tmp_path, monkeypatch, name, fps):
     made = processor(pixels, text, videos, sounds or None, videos_kwargs=asked)
     wanted = made["input_ids"][0]
 
-    files = {f"{n}.png": image(*shape) for n, shape in enumerate(shapes)}
+    files = {f"{n}.png": digits_data.image(*shape) for n, shape in enumerate(shapes)}
     files |= {f"{n}.wav": media_files.sound(samples) for n, samples in enumerate(sounds)}
-    files |= {f"video.{n}.png": image(32, 24) for n in range(frames)}
+    files |= {f"video.{n}.png": digits_data.image(32, 24) for n in range(frames)}
     for message in messages:
         if isinstance(message["content"], str):  # our placeholder of a sound
             message["content"] = message["content"].replace("<so_embedding>", "<sound>")
