@@ -35,8 +35,8 @@ from megatron.core.dist_checkpointing.core import (
     save_config,
 )
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.parallel_manifest import save_manifest
 from megatron.core.dist_checkpointing.safe_loading import SafeReader, no_code_from_checkpoints
-from megatron.core.dist_checkpointing.validation import save_integrity_manifest
 
 FILE_BYTES = 2 * 1024**3
 """Approximate bytes of a file, which are in memory at a time."""
@@ -109,7 +109,7 @@ def write_checkpoint(
     results = [writer.write_data(plan, planner).wait() for plan in plans]
     writer.finish(metadata, results)
     save_config(CheckpointingConfig("torch_dist", 1), str(release))
-    save_integrity_manifest(str(release))
+    save_manifest(str(release))
     (directory / TRACKER).write_text("release")
 
 

@@ -2,13 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hashes of a checkpoint's files, with the work divided over the ranks.
 
-The manifest has upstream's format. Upstream hashes all files on one rank; here each rank reads its
-share.
+The manifest has upstream's format. Upstream hashes all files on one rank, one after the other; here
+each rank reads its share, several files at once.
 """
 
 import contextlib
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch.distributed as dist
 
@@ -22,6 +24,9 @@ from megatron.core.dist_checkpointing.validation import (
 
 Hashes = dict[str, str | None]
 """Hashes by file name; None for a file that cannot be read."""
+
+AT_ONCE = 4
+"""Files that a process hashes at the same time: a core hashes 1 GB/s, and storage reads faster."""
 
 
 def save_manifest(checkpoint_dir: str) -> None:
@@ -79,11 +84,18 @@ def _read_manifest(checkpoint_dir: str) -> dict[str, str]:
 
 
 def _hashes(checkpoint_dir: str, names: list[str]) -> Hashes:
-    """Return hashes of all named files, on every rank."""
+    """Return hashes of all named files, on every rank; also where there are no ranks."""
+    if not dist.is_initialized():
+        return _own_hashes(checkpoint_dir, names)
     share = names[dist.get_rank() :: dist.get_world_size()]
     parts: list[Hashes] = [{}] * dist.get_world_size()
-    dist.all_gather_object(parts, {name: _hash(checkpoint_dir, name) for name in share})
+    dist.all_gather_object(parts, _own_hashes(checkpoint_dir, share))
     return {name: digest for part in parts for name, digest in part.items()}
+
+
+def _own_hashes(checkpoint_dir: str, names: list[str]) -> Hashes:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return dict(zip(names, pool.map(partial(_hash, checkpoint_dir), names), strict=True))
 
 
 def _hash(checkpoint_dir: str, name: str) -> str | None:
