@@ -20,7 +20,9 @@ import pytest
 
 from tests.e2e.launch import REPOSITORY, wait_until
 
-DAEMONS = ("munged", "slurmctld", "slurmd")
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+IS_THERE = shutil.which("slurmctld", path=PATH) and os.geteuid() == 0
+pytestmark = pytest.mark.skipif(not IS_THERE, reason="needs root; make test-slurm installs Slurm")
 
 CONFIGURATION = """
 ClusterName=test
@@ -52,18 +54,6 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """A requeued job starts once credentials have expired (cred_expire), 120 s by default."""
 
 
-def why_not() -> str:
-    """Return what is missing to start a cluster; empty if nothing is."""
-    missing = [name for name in DAEMONS if not shutil.which(name, path=_path())]
-    if missing:
-        return f"{', '.join(missing)} not installed: make test-slurm installs slurm-wlm and munge"
-    return "" if os.geteuid() == 0 else "only root can start Slurm's daemons"
-
-
-def _path() -> str:
-    return f"{os.environ['PATH']}:/usr/sbin:/sbin"
-
-
 class Cluster:
     """The daemons, and the commands of a user.
 
@@ -75,10 +65,9 @@ class Cluster:
         self.directory = directory
         configuration, host = directory / "slurm.conf", socket.gethostname().partition(".")[0]
         configuration.write_text(CONFIGURATION.format(host=host, directory=directory))
-        self.environment = {
-            name: value for name, value in os.environ.items() if not name.startswith("SLURM")
-        } | {"PATH": _path(), "SLURM_CONF": str(configuration), "PYTHON": sys.executable}
-        key = directory / "munge.key"
+        own = {"PATH": PATH, "SLURM_CONF": str(configuration), "PYTHON": sys.executable}
+        self.environment = os.environ | own
+        key = directory / "munge.key-file"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
         version = tuple(map(int, re.findall(r"\d+", self.call("slurmd", "-V"))[:2]))
@@ -88,10 +77,10 @@ class Cluster:
 
     def start(self) -> None:
         """Start the daemons, and wait for both nodes."""
-        files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log"}
-        files |= {"seed-file": "seed"}
-        options = [f"--{name}={self.directory}/munge.{end}" for name, end in files.items()]
-        self.call("munged", "--force", *options)
+        files = ("key-file", "socket", "pid-file", "log-file", "seed-file")
+        self.call(
+            "munged", "--force", *(f"--{name}={self.directory}/munge.{name}" for name in files)
+        )
         self.call("slurmctld")
         for node in ("n1", "n2"):
             self.call("slurmd", "-N", node)
@@ -102,7 +91,7 @@ class Cluster:
         if (self.directory / "slurmctld.pid").exists():
             self.call("scancel", "--user=root")
             wait_until(lambda: not self.call("squeue", "-h"), 60)
-        pids = list(self.directory.glob("*.pid"))
+        pids = list(self.directory.glob("*.pid*"))
         for path in pids:
             os.kill(int(path.read_text()), signal.SIGTERM)
         wait_until(lambda: not any(path.exists() for path in pids), 30)
@@ -124,27 +113,16 @@ class Cluster:
         """Return the fields that ``scontrol show job`` prints."""
         return dict(re.findall(r"(\w+)=(\S*)", self.call("scontrol", "show", "job", job)))
 
-    def wait(self, job: str, timeout_s: float) -> dict[str, str]:
-        """Wait until a job has ended, and return its state."""
-        going = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED")
-        wait_until(lambda: self.state(job)["JobState"] not in going, timeout_s)
-        return self.state(job)
-
 
 STEPS = 30
 SAVE_INTERVAL = 10
 ENDS_IN_S = 600
-ARGUMENTS = (
-    *("--encoder", "tp=2", "--language", "ep=2"),
-    *("--global-batch-size", "16", "--train-iters", STEPS, "--save-interval", SAVE_INTERVAL),
-)
+ARGUMENTS = ("--encoder", "tp=2", "--language", "ep=2", "--global-batch-size", "16")
+ARGUMENTS += ("--train-iters", STEPS, "--save-interval", SAVE_INTERVAL)
 
 
 @pytest.fixture
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
-    """A Slurm; where there can be none, the test is skipped."""
-    if reason := why_not():
-        pytest.skip(reason)
     cluster = Cluster(tmp_path_factory.mktemp("slurm"))
     try:
         cluster.start()
@@ -165,27 +143,26 @@ def records(run) -> list[tuple]:
     return [(line["step"], line["loss"], line["grad_norm"], line["num_tokens"]) for line in lines]
 
 
-def wait_for_step(run, step: int) -> None:
-    path = run / "metrics.jsonl"
-    wait_until(lambda: path.exists() and len(path.read_text().splitlines()) >= step, ENDS_IN_S)
-
-
 def test_signalled_and_requeued_equals_the_uninterrupted_run(cluster, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert cluster.wait(submit(cluster, whole), ENDS_IN_S)["JobState"] == "COMPLETED"
+    metrics = cut / "metrics.jsonl"
 
+    def wait_for(job: str, **wanted: str) -> None:
+        wait_until(lambda: wanted.items() <= cluster.state(job).items(), ENDS_IN_S)
+
+    def wait_for_step(step: int) -> None:
+        wait_until(lambda: metrics.exists() and len(records(cut)) >= step, ENDS_IN_S)
+
+    wait_for(submit(cluster, whole), JobState="COMPLETED")
     job = submit(cluster, cut)
-    wait_for_step(cut, 3)
+    wait_for_step(3)
     cluster.call("scancel", "--batch", "--signal=USR1", job)  # as --signal near the limit
-    wait_until(lambda: cluster.state(job)["Restarts"] == "1", ENDS_IN_S)
+    wait_for(job, Restarts="1")
     saved = int((cut / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     assert 3 <= saved < STEPS and len(records(cut)) == saved, "a step is in no checkpoint"
     assert "signalled: " in (tmp_path / "cut.log").read_text()
-    wait_for_step(cut, saved + SAVE_INTERVAL + 2)
+    wait_for_step(saved + SAVE_INTERVAL + 2)
     cluster.call("scontrol", "requeue", job)  # as when a node is lost
-    wait_until(lambda: cluster.state(job)["Restarts"] == "2", ENDS_IN_S)
-    state = cluster.wait(job, ENDS_IN_S)
-
-    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "2")
+    wait_for(job, Restarts="2", JobState="COMPLETED")
     assert records(cut) == records(whole)
     assert [record[0] for record in records(cut)] == list(range(1, STEPS + 1))
