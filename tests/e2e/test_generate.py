@@ -181,17 +181,6 @@ def test_an_export_asks_by_the_template_that_trained(tmp_path, template):
     assert theirs.chat_template == (template or DEFAULT_TEMPLATE)
 
 
-def records(asked: Iterable[list[str]], path: Path) -> list[dict]:
-    """Return questions as records of a file in the folder ``path``, where their media are put."""
-    made = []
-    for number, (*media, _, question) in enumerate(asked):
-        made.append({"messages": [{"role": "user", "content": question}]})
-        for kind, file in zip(media[::2], map(Path, media[1::2]), strict=True):
-            made[-1][kind[2:]] = f"{number}.{file.name}"  # "wav" in a shard has no suffix
-            (path / made[-1][kind[2:]]).symlink_to(file)
-    return made
-
-
 def test_questions_of_a_file_are_answered_as_each_alone(trained, capsys, tmp_path, monkeypatch):
     """Questions have different lengths, half have no media, and answers differ in length."""
     monkeypatch.setattr(Chat, "words", lambda self, tokens: " ".join(map(str, tokens)))
@@ -202,12 +191,16 @@ def test_questions_of_a_file_are_answered_as_each_alone(trained, capsys, tmp_pat
         for more in range(3):
             asked.append([*media, option, question + f" {text}" * more])
             asked.append([option, f" {text}" * (more + 1)])
-    alone, messages = answers(capsys, trained.path / "saved", asked[::6]), records(asked, tmp_path)
-    talks = []
-    for each in messages:
-        talk = {"from": "human", "value": each["messages"][0]["content"]}
-        talks.append(each | {"conversations": [talk, {"from": "gpt", "value": "known"}]})
-        talks[-1]["messages"] = None
+    alone = answers(capsys, trained.path / "saved", asked[::6])
+    messages, talks = [], []
+    for number, (*media, _, question) in enumerate(asked):
+        files = {}
+        for kind, file in zip(media[::2], map(Path, media[1::2]), strict=True):
+            files[kind[2:]] = f"{number}.{file.name}"  # "wav" in a shard has no suffix
+            (tmp_path / files[kind[2:]]).symlink_to(file)
+        messages.append({"messages": [{"role": "user", "content": question}]} | files)
+        talk = [{"from": "human", "value": question}, {"from": "gpt", "value": "known"}]
+        talks.append({"conversations": talk} | files)
     *media, _, question = asked[0]
     said = []
     for name, text, more in (
@@ -242,8 +235,6 @@ def test_a_seed_repeats_what_is_drawn(trained, capsys, monkeypatch):
         (["--sound", "a.wav", "--ask", "read"], "sound 1: the model has no encoder of sound"),
         (["--ask", "read zebra"], "the tokenizer does not know all of its words"),
         (["--step", "7"], "iter_0000007"),
-        (["--top-p", "2"], "--top-p above 0 and at most 1"),
-        (["--questions", "a.jsonl", "--ask", "read"], "leave out --ask"),
         (["--questions", "a.jsonl", "--image", "a.wav"], "media if the file names its own"),
         (["--questions", "a.jsonl"], "a.jsonl:3: none.png: no such file"),
         (["--questions", "b.json"], "b.json:1: "),

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -33,9 +32,6 @@ TRAINING = re.compile(r"^.*(?:pretrain_nemotron_vlm\.py|train\.sbatch) (.*)$", r
 """The words after a training program in a shell command."""
 
 REVIEWER = REPOSITORY / "docs/reviewer"
-OVERVIEWS = ("index", "architecture", "silent-errors")
-CAPABILITIES = [p for p in REVIEWER.glob("*.md") if p.stem not in OVERVIEWS]
-
 TROUBLES = sorted(REPOSITORY.glob("docs/user/troubleshooting*.md"))
 FROM_ELSEWHERE = {
     "received by PID",
@@ -86,20 +82,6 @@ def test_the_program_has_the_options_of_the_commands():
                 used.update((document.name, word) for word in re.findall(r"(?<!\S)--[\w-]+", words))
     assert len(used) > 100
     assert [each for each in used if each[1] not in parser._option_string_actions] == []
-
-
-def test_make_refuses_data_that_it_does_not_know():
-    line = ["make", "-C", str(REPOSITORY), "-n", "train", "DATA=letters"]
-    done = subprocess.run(line, capture_output=True, text=True)
-    assert done.returncode == 2 and "choose from digits, energon, omni" in done.stderr
-
-
-@pytest.mark.parametrize("document", CAPABILITIES, ids=lambda path: path.stem)
-def test_a_capability_has_its_sections_and_names_tests(document: Path):
-    text = document.read_text()
-    sections = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    assert {"Problem", "Mathematics", "Groups", "Tests"} <= set(sections)
-    assert sections[-1] == "Tests" and "(../../tests/" in text.partition("## Tests")[2]
 
 
 def test_every_feature_has_a_reviewers_page():

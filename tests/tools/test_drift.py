@@ -2,14 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drift's report on another upstream: patches, overlay files, and the names that we use."""
 
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
 import mini
-from mini import REPLACED, SCRIPT, UPSTREAM, A, B, numbered, snapshot, write_tree
+from mini import REPLACED, UPSTREAM, A, B, numbered, snapshot, write_tree
 from overlay.names import Version, compare
 
 MODULE, OURS, NEW = "megatron/core/m.py", "megatron/core/ours.py", mini.MODULE
@@ -53,10 +52,8 @@ def findings(ours: str, new: dict[str, str | None]) -> list[str]:
 @pytest.mark.parametrize(
     "row",
     [
-        # names that are gone: imported, reached through a module, a class, a base, a string
-        (IMPORT, "def f(", "def f2(", f"{GONE}.f"),
+        # names that are gone: reached through a module, a class, a base, a string
         ("import megatron.core.m as m\nm.LIMIT", "LIMIT", "MOST", f"{GONE}.LIMIT"),
-        ("from .m import f", "def f(", "def f2(", f"{GONE}.f"),
         (IMPORT + "C.inherited", "inherited", "x", f"{GONE}.Base.inherited"),
         ("p('megatron.core.m.LIMIT', 1)", "LIMIT", "X", f"{GONE}.LIMIT"),
         (DERIVED, "def method", "def x", f"{GONE}.C.method"),
@@ -74,15 +71,11 @@ def findings(ours: str, new: dict[str, str | None]) -> list[str]:
         # what our code overrides, and replaces at run time: its signature, and its body
         (DERIVED, "flag", "flags", BODY.format("method"), f"{CALL}.C.method overridden or replaced "
          "by ours; was (a, flag=…), now (a, flags=…)"),
-        (HOOK, "hook(self, a)", "hook(self)", BODY.format("hook"),
-         f"{CALL}.C.hook overridden or replaced by ours; was (a), now ()"),
-        (DERIVED, "flag=False): ...", "flag=False): return a", BODY.format("method")),
         (HOOK, "hook(self, a): ...", "hook(self, a): return a", BODY.format("hook")),
         (TAKES_ALL, "size, **more", "length, **more", BODY.format("__init__")),
         # no work: names that we do not use, and calls that still fit
         (DERIVED, "inherited(self, n): ...", "inherited(self, n): return n"),
         (IMPORT + "f(1, key=2)", "b=1", "b=1, c=2"),
-        (DERIVED + "\nD(1).method(2)", "kind", "sort"),
         (IMPORT + "C(1).method(2)", "method", "x"),  # of an object: the tests see it
     ],
 )  # fmt: skip
@@ -107,7 +100,6 @@ def test_modules_may_go_and_names_are_followed_through_re_exports():
     ]
 
 
-CHANGED = {A: UPSTREAM[A].replace("a_10", "a_ten")}
 LANDED = {B: UPSTREAM[B].replace("b_3", "B_three")}
 
 
@@ -116,12 +108,9 @@ LANDED = {B: UPSTREAM[B].replace("b_3", "B_three")}
     [
         ({}, "0001-first.patch", "applies", 0),
         ({}, "0009-script.patch", "left out", 0),
-        ({SCRIPT: "theirs\n"}, "0009-script.patch", "conflicts", 1),
         (mini.LATER_UPSTREAM, "next/0002-second.patch", "applies", 0),  # the one of its own
-        (CHANGED, "0002-second.patch", "conflicts", 1),
         (LANDED, "0001-first.patch", "conflicts", 1),
         (LANDED | {A: numbered("a", {3: "A_three"})}, "0001-first.patch", "already there", 1),
-        ({A: None}, "0001-first.patch", "conflicts", 1),
         ({REPLACED: "new = 1\n"}, REPLACED, "changed upstream", 1),
         ({REPLACED: None}, REPLACED, "gone upstream", 1),
         ({NEW: "def shard(a): ...\n"}, NEW, "new upstream", 1),
@@ -137,13 +126,7 @@ def test_each_patch_and_file_has_its_state(world, files, name, state, code):
     assert result.code == code
 
 
-def test_an_applied_tree_no_tree_and_a_missing_griffe_are_refused(world, monkeypatch):
+def test_an_applied_tree_and_no_tree_are_refused(world):
     world.apply()
     assert world.run("drift", world.checkout).code == 4
     assert world.run("drift", world.root).code == 3
-    world.apply("--revert")
-    for name, module in {"griffe": None, "overlay.drift": None}.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    result = world.run("drift", world.checkout)
-    assert (result.code, len(result.errors)) == (1, 1)
-    assert "no griffe: run make setup" in result.errors[0]

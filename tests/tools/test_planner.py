@@ -32,7 +32,6 @@ from megatron.core import cpu_runtime
 from megatron.core.models.mimo.setup.module_groups import make_grid
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 from megatron.core.process_groups_from_grid import DENSE_FIELDS, EXPERT_FIELDS, EXPERT_VIEW
-from megatron.core.transformer.lora import is_adapter
 from megatron.training.training import num_floating_point_operations
 
 H200 = find_machine("h200")
@@ -76,11 +75,6 @@ def test_memory_is_within_5_percent_of_measured_runs_and_time_orders_them(monkey
     assert np.corrcoef(ranks)[0, 1] > 0.85
 
 
-def test_no_more_microbatches_are_encoded_at_once_than_a_step_has():
-    task = task_of("--encoder-macro-batch", "100", world=1)
-    assert Plan(task, task.options.layouts, schedule=task.options.schedule).encoded_at_once == 64
-
-
 def test_frozen_weights_have_no_gradient_and_graphs_no_launches():
     """Without launches, compute is in proportion to passes: forward, inputs' and weights'."""
     words = f"--device cuda --bf16 --transformer-impl transformer_engine --model {LARGE}".split()
@@ -99,25 +93,6 @@ def test_frozen_weights_have_no_gradient_and_graphs_no_launches():
         assert compute(*frozen, **none) == pytest.approx(encoder / 3 + language * 2 / 3)
     graphs = "--cuda-graph-impl", "local"
     assert compute(*graphs, **none) == whole < compute(*graphs) < compute()
-
-
-def test_adapters_read_and_write_what_their_layers_do():
-    """Six times each input and output; a routed expert's has a share of the tokens."""
-    words = (
-        f"--bf16 --model {LARGE} --num-layers 12 --hybrid-layer-pattern MEMEM*EMEMEM --lora-dim 8"
-    )
-    found = []
-    for bandwidth in (1e12, math.inf):
-        figures = {"overhead": dict.fromkeys(H200.overhead, 0.0), "memory_bandwidth": bandwidth}
-        task = task_of(*words.split(), world=1, **figures)
-        found.append(step_time(Plan(task, task.options.layouts))["compute"])
-    p, widths = task.preset.language, 0.0
-    with stages_on_meta(task.options, 0) as (stage,):
-        for name, weight in stage.named_parameters():
-            share = p.moe_router_topk / p.num_experts if ".experts." in name else 1.0
-            widths += share * weight.numel() / 8 * is_adapter(name)
-    moved = 6 * widths * 64 * task.options.args.seq_length * 2
-    assert found[0] - found[1] == pytest.approx(moved / 1e12, rel=0.1)
 
 
 @pytest.mark.parametrize("kind", "*EG-M")
@@ -188,13 +163,6 @@ def test_groups_are_those_of_the_grids_that_training_makes(lay, per_node, monkey
         view = EXPERT_VIEW if axis in EXPERT_FIELDS else None
         first = grid.get_rank_enum((DENSE_FIELDS | EXPERT_FIELDS)[axis], view=view)[0]
         assert group == Group(len(first), len(first) / len({r // per_node for r in first})), axis
-
-
-def test_collectives_take_the_slowest_links():
-    node, network = H200.node_bandwidth, H200.network_bandwidth
-    assert H200.gather(Group(8, 8), 8.0) == pytest.approx(7 / node)
-    assert H200.gather(Group(16, 8), 16.0) == pytest.approx(15 / min(node, 8 * network))
-    assert H200.all_to_all(Group(8, 1), 8.0) == pytest.approx(7 / network)
 
 
 @pytest.mark.parametrize("language, waits", [("pp=4", 3), ("pp=2,vpp=2", 0.5), ("dp=4", 0)])

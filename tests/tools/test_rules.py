@@ -11,20 +11,16 @@ A = "megatron/core/a.py"
 LARGE = edit(A, "a_3", "A").replace("+A\n", "+line\n" * 41).replace("+2,3", "+2,43")
 HUGE = LARGE.replace("+line\n", "+line\n" * 12).replace("+2,43", f"+2,{41 * 12 + 2}")
 WHY = HEADER.strip() + "\nWhy-Not-A-Hook: it is\n a test\n\n"
-FIELDS = ("Description", "Feature", "Upstream-Status", "Drop-When")
 
 
 @pytest.mark.parametrize(
     "header, diff, problem",
     [
         (HEADER, edit(A, "a_3", "A"), None),
-        *((HEADER.replace(f"{field}: ", "x "), "", "unknown or repeated header line")
-          for field in FIELDS),
         (HEADER.strip() + "\nFeature: again\n\n", "", "unknown or repeated header line 'Feature'"),
         *((HEADER.replace(f"{line}\n", ""), "", f"no {line.partition(':')[0]} in the header")
           for line in HEADER.splitlines() if line),
-        *((HEADER.replace("pending", status), "", f"Upstream-Status is {status!r}")
-          for status in ("done", "submitted", "landed")),
+        (HEADER.replace("pending", "submitted"), "", "Upstream-Status is 'submitted'"),
         (HEADER, LARGE, "42 changed lines (over 40), no Why-Not-A-Hook"),
         (WHY, LARGE, None),
         (WHY, HUGE, f"over {MOST_LINES}"),
@@ -50,17 +46,13 @@ ENTRY = f'["{NAME}"]\nby = ["{FILE}"]\nWhy-Not-A-Hook = "none fits"\nDrop-When =
     "source, expected",
     [
         (IMPORT + "kept, a.f = a.f, None", {NAME}),
-        (IMPORT + "del a.f", {NAME}),
         (IMPORT + "a.f['key'] = 1", {NAME}),
         ("import megatron.core.a as b\ndef g():\n  b.f = None", {NAME}),
         ("from .. import a\na.f = None", {NAME}),
         (IMPORT + "a.C.method = None", {"megatron.core.a.C.method"}),
         (IMPORT + "setattr(a, 'f', None)", {NAME}),
         (IMPORT + "with replaced(a, f=1, g=2): ...", {NAME, "megatron.core.a.g"}),
-        (IMPORT + "mock.patch.object(a, 'f')", {NAME}),
-        ("mock.patch('megatron.core.a.f')", {NAME}),
         ("import torch\ntorch.compile = None", {"torch.compile"}),
-        ("from triton import runtime\nruntime.f = None", {"triton.runtime.f"}),
         # functions and classes of objects
         ("class C: ...\ndef g(x):\n  x.__class__ = C", {"*.__class__"}),
         ("def g(x):\n  def f(): ...\n  x.step = f", {"*.step"}),

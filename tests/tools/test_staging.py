@@ -93,8 +93,6 @@ def world(world: World, monkeypatch) -> World:
     for name in ("0001-first", "0002-second"):
         text = world.patch_text(name).replace("Feature: testing", f"Feature: {name[5:]}")
         (world.root / f"patches/{name}.patch").write_text(text)
-    for name in ("AUTHOR", "COMMITTER"):
-        monkeypatch.delenv(f"GIT_{name}_NAME", raising=False)
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     return world
 
@@ -134,9 +132,6 @@ def test_a_trial_runs_a_features_tests_in_a_tree_of_its_own(world, test, code):
     [
         (lambda w: write_tree(w.root, {"tools/staging/features.toml": DATA.replace("second", "2")}),
          2, "second: no such feature; there are first, 2"),
-        (lambda w: git(w.checkout, "config", "--unset", "user.name"), 1, "no name was given"),
-        (lambda w: git(w.checkout, "checkout", "-qb", "pr"), 1, "already exists"),
-        (lambda w: (w.checkout / ".git").rename(w.base / "x"), 1, "not a git repository"),
         (lambda w: write_tree(w.root, {PATCH: w.patch_text("0002-second").replace("a_10", "x")}),
          1, "second: git apply: error: megatron/core/a.py: patch does not apply"),
     ],

@@ -36,10 +36,8 @@ GRAPHS = "--device=cuda --cuda-graph-impl"
         ("--device cuda --bf16", True, "1", None),
         ("", False, "1", None),
         ("--dry-run --device cuda", False, "1", None),
-        ("--plan 64 --device=cuda", False, "1", None),
         (f"{GRAPHS} local --language pp=2", True, "8", "EAGER"),
         (f"{GRAPHS}=local --language=pp=2,cp=2", True, "1", "EAGER"),
-        (f"{GRAPHS} local --language planned", True, "1", "EAGER"),
         ("--config run.yaml", True, "8", "EAGER"),
         ("--config run.yaml --device cpu", False, "8", "EAGER"),
     ],
@@ -97,9 +95,7 @@ LOST = "[/pytorch/third_party/gloo/x.cc:5] Connection closed by peer [127.0.0.1]
         (UserError("bad data", rank=1), 2, "rank 1: bad data"),
         (UserError("bad layout"), 2, ""),  # the first rank prints it
         (RuntimeError(LOST), 1, "rank 1 has lost another rank, which has ended or hangs: Conn"),
-        (DistBackendError("NCCL: a remote process exited"), 1, "rank 1 has lost another rank, "),
         (DistBackendError("Duplicate GPU"), 1, "rank 1: DistBackendError: Duplicate GPU"),
-        (ValueError("found\nNaN"), 1, "rank 1: ValueError: found NaN"),
     ],
 )
 def test_an_error_is_one_line_that_torchruns_report_repeats(

@@ -59,7 +59,6 @@ LINES = [
     ("--keep-best eval_loss --save s", "^--keep-best without --save and --eval-iters"),
     ("--dynamic-resolution-max-patches 8", "-min-patches and -max-patches need --dynamic-res"),
     (f"{CLIPS} --video-target-num-patches 3", "--video-target-num-patches must be 4 or more, not"),
-    (f"{CLIPS} --video-fps 0", "^--video-fps must be above 0"),
     ("--dynamic-resolution --dynamic-resolution-min-patches 97", "97 must be from 4 to .* 96"),
     ("--tokenizer-type SentencePieceTokenizer", "^--tokenizer-type is not taken here: nothing"),
     ("--pack --eval-iters 1 --eval-micro-batch-size 2", "one row a microbatch"),
@@ -69,20 +68,13 @@ LINES = [
         "multi-token prediction is not",
     ),
     (f"{GRAPHS} --bf16 {PACK} --cuda-graph-modules full", "a graph has one shape"),
-    (f"{GRAPHS} --bf16 {PACK} --language cp=2 --global-batch-size 4", "a graph has one shape"),
     (f"{COUNTS} {FP8}", "^--cuda-graph-modules moe needs token counts that"),
-    (f"{COUNTS} --bf16 --moe-token-dispatcher-type alltoall", "moe needs token counts that"),
-    (f"{COUNTS} --moe-token-dispatcher-type allgather", "moe needs token counts that"),
-    (f"{COUNTS} --fp16", "moe needs token counts that"),
     (f"{ENGINE} --pack --micro-batch-size 1", "in fp32 with --pack.* add --bf16, or choose local"),
-    (f"{ENGINE} --dynamic-resolution", "in fp32 with --pack, --dynamic-resolution or"),
     (f"{ENGINE} --dynamic-resolution --bf16 --encoder-attention flash4", "is not installed"),
-    ("--hybrid-layer-pattern MEX", "'X'"),
     ("--exp-avg-dtype bf16", "exp_avg_dtype can only be fp32 when not using precision-aware"),
     ("--language vpp=2", "vpp=2 needs pp of 2 or more"),
     ("--language cp=2 --context-parallel-size 1", "says cp=2, .*--context-parallel-size says 1"),
     ("--step-batch-size-schedule '0:8 1K:9'", "global batch 9"),
-    ("--step-batch-size-schedule '0:8 1:16'", "^--step-batch-size-schedule"),
     ("--exit-signal SIGNAL", "^'SIGNAL' is none of the values that its option takes"),
     ("--config", "^--config takes a FILE$"),
     ("--freeze encoder --encoder-lr 1e-4", "^--encoder-lr does nothing with --freeze encoder$"),
@@ -114,24 +106,15 @@ def test_rules_of_other_programs_need_no_run_of_this_one():
     assert [rule for rule in others if rule.is_broken(made)][-3:] == IN_OTHERS
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--no-dist-ckpt-optim-fully-reshardable --no-use-distributed-optimizer",
-        "--linear-num-key-heads 0",  # no layer of the pattern has any
-        "--encoder dp=4 --language tp=4 --placement non-colocated --eval-micro-batch-size 1 "
-        "--eval-global-batch-size 4",
-    ],
-)
-def test_a_line_is_taken(line):
-    parsed(line, 8 if "dp=4" in line else 1)
-    if "dp=4" in line:
-        with pytest.raises(UserError, match="^--eval-global-batch-size 4.*the 1 samples"):
-            parsed(f"{line} --eval-iters 1", 8)
+def test_batches_of_evaluation_need_fit_only_if_there_are_any():
+    line = "--encoder dp=4 --language tp=4 --placement non-colocated"
+    line += " --eval-micro-batch-size 1 --eval-global-batch-size 4"
+    parsed(line, 8)
+    with pytest.raises(UserError, match="^--eval-global-batch-size 4.*the 1 samples"):
+        parsed(f"{line} --eval-iters 1", 8)
 
 
 GROUPED = "--device cuda --data mock --moe-grouped-gemm --bf16"
-CAPACITY = "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
 RECOMPUTE = "--recompute-granularity selective --recompute-modules moe_act"
 LOCAL = "--transformer-impl local --device cuda"
 MOCK = f"{GRAPHS} --data mock"
@@ -139,7 +122,6 @@ PLAIN = f"{ENGINE} --bf16"
 SAVES = "--device cuda --save saved"
 OFFLOAD = "--optimizer-cpu-offload --use-precision-aware-optimizer"
 CP = "--data digits --bf16 --language cp=2"
-LONG = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
 GROWS = "--step-batch-size-schedule '0:16 1K:32' --micro-batch-size 4"  # after 31 samples of 32
 
 FACTS = {
@@ -164,10 +146,6 @@ FACTS = {
     # Megatron's fused one rounds the gradients of the logits to bfloat16, in any precision.
     "loss": lambda run: (run.args.loss_kernel, run.args.cross_entropy_loss_fusion),
     "loss without a kernel": lambda run: FACTS["loss"](run),
-    # A short name must not be read as an axis whose name ends alike.
-    "layout": lambda run: str(run.layouts.language),
-    # A flag that a preset turns on has an opposite.
-    "flags": lambda run: (run.args.untie_embeddings_and_output_weights, run.args.add_bias_linear),
     # Else Transformer Engine's Adam saves 16 bits of each, beside those in the model's weight, and
     # a run with another optimizer takes them for its master weights.
     "whole": lambda run: get_megatron_optimizer_config(run.args)[0].store_param_remainders,
@@ -186,31 +164,23 @@ FACTS = {
         ("--transformer-impl local", 2, "at once", 1),
         (f"{LOCAL} --global-batch-size 8", 2, "at once", 1),  # a step of one microbatch
         (f"{LOCAL} --language pp=2", 2, "at once", 1),
-        (f"{LOCAL} --encoder-macro-batch 3", 2, "at once", 3),
         (f"{MOCK} --language pp=2", 4, "at once", 1),
         (f"{MOCK} --language dp=4 --global-batch-size 48", 4, "at once", 1),  # of three
-        (f"{MOCK} --language dp=4 --encoder-macro-batch 4", 4, "at once", 4),  # of two
         (GROUPED, 4, "dispatcher", "allgather"),
-        (f"{GROUPED} --moe-token-dispatcher-type alltoall", 4, "dispatcher", "alltoall"),
         (f"{GROUPED} --language ep=2", 4, "dispatcher", "alltoall"),
         (f"{GROUPED} {GRAPHS} --language tp=2,ep=2,etp=1", 4, "dispatcher", "allgather"),
         (f"{GROUPED} {GRAPHS} --language ep=4", 4, "dispatcher", "alltoall"),
-        (f"{GROUPED} {GRAPHS} --no-squared-relu --swiglu", 4, "dispatcher", "alltoall"),
         (f"{GROUPED} --moe-shared-expert-overlap", 4, "dispatcher", "alltoall"),
         (f"{GROUPED} {RECOMPUTE}", 4, "dispatcher", "alltoall"),
-        (f"{GROUPED} {GRAPHS} {CAPACITY}", 4, "dispatcher", "alltoall"),
         (f"{GROUPED} {ENGINE} {FP8}", 4, "dispatcher", "alltoall"),
         (f"{GROUPED} {ENGINE} {FP8} --fp8-parts encoder", 4, "dispatcher", "allgather"),
         (f"{GROUPED} --placement non-colocated --language dp=2", 4, "dispatcher", "alltoall"),
         (CP, 4, "tokens", "zigzag"),
-        (f"{CP} {GRAPHS}", 4, "tokens", "zigzag"),
         (f"{CP} {PACK}", 4, "tokens", "contiguous"),
-        (f"{CP} {PACK} --linear-cp-layout zigzag", 4, "tokens", "zigzag"),
         (f"{PLAIN} --dynamic-resolution", 1, "overlap", 2),
         (f"{PLAIN} {MOCK}", 1, "overlap", 2),
         (f"{PLAIN} {MOCK} --dynamic-resolution", 1, "overlap", 0),
         (f"{PLAIN} {GRAPHS} --data digits", 1, "overlap", 0),
-        (f"{PLAIN} {GRAPHS} --data digits:2 --pack", 1, "overlap", 0),
         (MOCK, 1, "graphs", "attn mamba moe_router moe_preprocess"),
         (
             *(f"{MOCK} --cuda-graph-modules moe_router attn", 1),
@@ -220,17 +190,11 @@ FACTS = {
             *(f"{MOCK} --bf16 --pack --moe-token-dispatcher-type alltoall", 1),
             *("graphs", "mamba moe_router moe_preprocess"),
         ),
-        (f"{GROUPED} {MOCK} --cuda-graph-modules attn moe", 1, "graphs", "attn moe"),
         (MOCK, 1, "encoder", {"local"}),
         (f"{MOCK} --freeze encoder", 1, "encoder", {"none"}),
         (f"{MOCK} --freeze encoder", 1, "language", "local"),
-        (f"{MOCK} --freeze projector", 1, "encoder", {"local"}),
-        (f"{MOCK} --freeze language", 1, "encoder", {"local"}),
         ("--device cuda", 1, "asynchronous", 0),  # nothing is saved
-        ("--save saved", 1, "asynchronous", 0),
         (SAVES, 1, "asynchronous", 2),
-        (f"{SAVES} --no-async-save", 1, "asynchronous", 0),
-        (f"{SAVES} --skip-train", 1, "asynchronous", 0),
         (f"{SAVES} --exit-signal-handler --exit-signal SIGUSR1", 1, "asynchronous", 2),
         (f"{SAVES} --exit-signal-handler", 1, "asynchronous", 0),
         (f"{SAVES} --bf16 --dry-run 1 {OFFLOAD}", 1, "asynchronous", 0),
@@ -238,21 +202,12 @@ FACTS = {
         (f"{GRAPHS} {FP8} --language pp=2", 2, "no FP8 weights kept", True),
         (f"{LOCAL} --data mock", 1, "cuDNN", {"1"}),
         (f"{LOCAL} --model tiny-omni --dynamic-resolution", 1, "cuDNN", {None}),
-        ("--device cpu --data mock", 1, "cuDNN", {None}),
         (f"{LOCAL} --bf16", 1, "loss", (True, False)),
-        (f"{LOCAL} --bf16 --cross-entropy-loss-fusion", 1, "loss", (False, True)),
-        (f"{LOCAL} --bf16 --no-cross-entropy-loss-fusion", 1, "loss", (False, False)),
         (f"{LOCAL} --bf16", 1, "loss without a kernel", (False, True)),
         (f"{LOCAL} --fp16", 1, "loss without a kernel", (False, False)),
-        ("--device cpu", 1, "loss", (False, False)),
-        (f"{LONG} --language vpp=2,etp=1", 4, "layout", "tp=2,pp=2,dp=1,etp=1,vpp=2"),
-        ("", 2, "flags", (True, False)),
-        ("--no-untie-embeddings-and-output-weights --bias-linear", 2, "flags", (False, True)),
         ("", 2, "whole", True),
         (f"{GROWS} --train-iters 4", 1, "decay", (16, 16, 6)),  # two steps of 16 samples, two of 32
         (f"{GROWS} --train-iters 4", 4, "decay", (16, 16, 6)),
-        (f"{GROWS} --train-iters 4 --lr-decay-iters 9", 1, "decay", (16, 16, 9)),
-        (f"{GROWS} --train-samples 96", 1, "decay", (16, 16, None)),
     ],
 )
 def test_a_default_follows_from_other_options(line, ranks, fact, expected, hopper, monkeypatch):
