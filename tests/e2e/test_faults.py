@@ -5,6 +5,8 @@ written; a rank that dies or hangs ends the run, by torchrun's agent and the lim
 and nothing saved is lost; after a signal the last line says what is saved."""
 
 import functools
+import hashlib
+import json
 import os
 import re
 import signal
@@ -117,6 +119,20 @@ def _faulty_rank(fault: str, arguments: list[str]) -> None:
     setattr(owner, name, struck)
     if code := main(arguments):
         sys.exit(code)
+
+
+def newest(directory: Path) -> int:
+    """Iteration of the newest whole checkpoint; 0 without one."""
+    tracker = directory / "latest_checkpointed_iteration.txt"
+    return int(tracker.read_text() or 0) if tracker.exists() else 0
+
+
+def assert_whole(checkpoint: Path, ranks: int = 2) -> None:
+    """Assert that every file has the hash that was written down when it was saved."""
+    manifest = json.loads((checkpoint / "integrity.json").read_text())
+    assert len(manifest["files"]) >= ranks + 2  # two describe the others
+    for name, digest in manifest["files"].items():
+        assert hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() == digest
 
 
 def losses(metrics: Path) -> dict[int, float]:

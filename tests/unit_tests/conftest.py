@@ -26,11 +26,13 @@ from tests.unit_tests.test_utilities import (
     Utils,
     no_global_parallel_state,
 )
-from tests.unit_tests.watchdog import watched
 
 TESTS_A_COLLECTION = 10
 """Tests between two collections of garbage. The garbage holds groups, and a thread of each gloo
 group wakes up a hundred times a second: hundreds of groups take all the time that there is."""
+
+LIMIT_S = 900
+"""Seconds that a test may take. A collective has a limit of its own, which names its ranks."""
 
 _stderr = sys.__stderr__
 """The stream for reports of hangs, taken before a test: pytest captures stderr during one."""
@@ -121,10 +123,12 @@ def _aux_loss_scale_forgotten() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item):
-    """End the process, with its stacks, when a test makes no progress."""
-    launcher = os.getppid() if Utils.world_size > 1 else None
-    with watched(lambda reason: _end(f"{item.nodeid}: {reason}"), launcher):
+    """End the process, with its stacks, when a test takes too long."""
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=_stderr)
+    try:
         return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _end(reason: str) -> None:

@@ -1,9 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A lane of tests ends when it stands still, not by the clock, and prints what failed.
+"""A lane of tests goes on after one that hangs, and prints what failed.
 
-The GPU cases can be imported where there is no GPU: a moved name must not wait for one. Without a
-library that they need, their run ends at once.
+The GPU cases can be imported where there is no GPU: a moved name must not wait for one.
 """
 
 import os
@@ -26,25 +25,15 @@ pytestmark = requires_world_size(1)
 PROGRAM = """
 import time
 def test_fails(): assert False, "the first reason"
-def test_works():
-    end = time.process_time() + 1.5
-    while time.process_time() < end: sum(range(10000))
 def test_stands_still(): time.sleep(600)
 def test_never_ends():
     while True: sum(range(10000))
 def test_fails_after_it(): assert False, "the last reason"
 """
 CONFTEST = """
-import os, sys, pytest
-from tests.unit_tests import watchdog
-watchdog.STILL_S, watchdog.LOOK_S, watchdog.LEAST_S, watchdog.MOST_S = 1.0, 0.2, 0.05, 3.0
-def end(reason):
-    print(reason, file=sys.__stderr__, flush=True)
-    os._exit(70)
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item):
-    with watchdog.watched(lambda reason: end(f"{item.name}: {reason}"), None):
-        return (yield)
+from tests.unit_tests import conftest
+from tests.unit_tests.conftest import pytest_runtest_protocol
+conftest.LIMIT_S = 1
 """
 
 
@@ -60,25 +49,14 @@ def test_a_stage_prints_what_failed_and_goes_on_after_a_hang(tmp_path):
     with said.open("w") as file:
         assert _stage(command, environment, begun, file)
     text, lines = said.read_text(), begun.read_text().splitlines()
-    assert len(lines) == 6 and lines[-1] == ALL_BEGUN and len(set(lines)) == 6, text
+    assert len(lines) == 5 and lines[-1] == ALL_BEGUN and len(set(lines)) == 5, text
     assert "the first reason" in text and "the last reason" in text
-    assert "test_stands_still: no rank has worked for 1 s" in text
-    assert "test_never_ends: it has worked for over 3 s of CPU time" in text
-    assert "test_works: " not in text
+    assert text.count("in test_stands_still") == text.count("in test_never_ends") == 1
 
 
 @pytest.mark.parametrize("name", [path.stem for path in CASES if path.stem not in SCRIPTS])
 def test_cases_can_be_imported(name):
     assert import_module(f"tests.gpu.{name}")
-
-
-@pytest.mark.parametrize("error", ["", "OSError: no lib.so"], ids=["all", "broken"])
-def test_a_library_that_cannot_be_imported_is_named(error, tmp_path, monkeypatch):
-    code = "raise OSError('no\\nlib.so')" if error else ""
-    (tmp_path / "kernels_of_a_test.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    wanted = f"kernels_of_a_test: {error}" if error else ""
-    assert run.lacking(["json", "kernels_of_a_test"]) == wanted
 
 
 def test_a_signal_ends_a_stages_ranks_and_keeps_its_cases(tmp_path, monkeypatch):
