@@ -116,7 +116,6 @@ def test_operations_of_a_layer_are_megatrons(kind):
     [
         (f"--model {LARGE} --encoder tp=8 --language tp=2,pp=4,ep=8,etp=1", 64, 63, 3),
         (f"--model {LARGE}-gdn --encoder tp=4 --language tp=2,cp=4,pp=4,ep=16", 4096, 1500, 1),
-        (f"--model tiny-gdn {APART}", 8, 2, 1),
         (f"--model tiny-gdn {APART}", 8, 5, 2),
         ("--model tiny --encoder tp=2 --language pp=2,vpp=2,ep=4", 8, 0, 0),
     ],

@@ -5,7 +5,7 @@
 import pytest
 
 from mini import HEADER, edit, write_tree
-from overlay.rules import MOST_LINES, MOST_PATCHES, MOST_REPLACEMENTS, replaced_in
+from overlay.rules import MOST_LINES, MOST_PATCHES, replaced_in
 
 A = "megatron/core/a.py"
 LARGE = edit(A, "a_3", "A").replace("+A\n", "+line\n" * 41).replace("+2,3", "+2,43")
@@ -47,16 +47,13 @@ ENTRY = f'["{NAME}"]\nby = ["{FILE}"]\nWhy-Not-A-Hook = "none fits"\nDrop-When =
     [
         (IMPORT + "kept, a.f = a.f, None", {NAME}),
         (IMPORT + "a.f['key'] = 1", {NAME}),
-        ("import megatron.core.a as b\ndef g():\n  b.f = None", {NAME}),
         ("from .. import a\na.f = None", {NAME}),
-        (IMPORT + "a.C.method = None", {"megatron.core.a.C.method"}),
         (IMPORT + "setattr(a, 'f', None)", {NAME}),
         (IMPORT + "with replaced(a, f=1, g=2): ...", {NAME, "megatron.core.a.g"}),
         ("import torch\ntorch.compile = None", {"torch.compile"}),
         # functions and classes of objects
         ("class C: ...\ndef g(x):\n  x.__class__ = C", {"*.__class__"}),
         ("def g(x):\n  def f(): ...\n  x.step = f", {"*.step"}),
-        ("def g(x):\n  x.y().f = partial(g, x)", {"*.f"}),
         ("def g(x):\n  x.fns[:] = [lambda: None]", {"*.fns"}),
         # data of objects, a configuration's functions, reading
         (IMPORT + "def g(x):\n  x.f = a.f\n  a.f(1)\n  x.sizes[0] = 1", set()),
@@ -68,7 +65,6 @@ def test_what_a_file_replaces(source, expected):
     assert replaced_in(source, "megatron/core/new/m.py") == expected
 
 
-MANY = [f"f{number}" for number in range(MOST_REPLACEMENTS + 1)]
 ASSIGN = IMPORT + "a.f = None"
 
 
@@ -80,9 +76,6 @@ ASSIGN = IMPORT + "a.f = None"
         ("", ASSIGN, f"{FILE} replaces {NAME}: not in patches/runtime.toml"),
         (ENTRY, "", f"patches/runtime.toml: {FILE} does not replace {NAME}"),
         (ENTRY.replace("one does", ""), ASSIGN, f"patches/runtime.toml: {NAME} has no Drop-When"),
-        ("".join(ENTRY.replace("a.f", f"a.{name}") for name in MANY),
-         IMPORT + "".join(f"a.{name} = None\n" for name in MANY),
-         f"patches/runtime.toml: {len(MANY)} replacements, over {MOST_REPLACEMENTS}"),
     ],
 )  # fmt: skip
 def test_the_declaration_is_what_the_source_does(world, declared, source, problem):

@@ -120,7 +120,6 @@ def test_an_error_is_one_line_that_torchruns_report_repeats(
 RANKS = {
     "read twice": ("rank == 1 and fail(UserError('no data', 1))", 2, "error: rank 1: no data", 2),
     "reject": ("sys.exit(17)", 17, f"error: {errors.NOT_FINITE}", 1),
-    "raise": ("rank == 1 and 1 / 0", 1, "error: rank 1: ZeroDivisionError: division by zero", 2),
     "kill": ("rank == 1 and os.kill(os.getpid(), 9)", 137, "error: rank 1 ended with SIGKILL", 1),
 }
 """Code that ranks run, the exit code that the launcher ends with, its last line, and how often
