@@ -40,7 +40,7 @@ BODY = "body: megatron.core.m.C.{} changed upstream, and overridden or replaced 
 
 
 def findings(ours: str, new: dict[str, str | None]) -> list[str]:
-    before, versions = {MODULE: PIN, "megatron/core/n.py": ""}, []
+    before, versions = {MODULE: PIN, "megatron/core/__init__.py": ""}, []
     for files in (before, before | new):
         with TemporaryDirectory() as folder:
             present = {path: text for path, text in files.items() if text is not None}
@@ -60,12 +60,8 @@ def findings(ours: str, new: dict[str, str | None]) -> list[str]:
         # calls
         (IMPORT + "f(1, key=2)", "key=None", "name=None",
          f"{CALL}.f got an unexpected keyword argument 'key'; now (a, b=…, *, name=…)"),
-        (IMPORT + "f(1)", "b=1", "b",
-         f"{CALL}.f missing a required argument: 'b'; now (a, b, *, key=…)"),
         (IMPORT + "f(1, 2)", "a, b=1", "b, a=1",
          f"{CALL}.f passes a where b is now, passes b where a is now; now (b, a=…, *, key=…)"),
-        (IMPORT + "C(size=1)", "size", "length",
-         f"{CALL}.C missing a required argument: 'length'; now (length, **more)"),
         ("from megatron.core.m import More\nMore(1, two=2)", "two:", "zwei:",
          f"{CALL}.More got an unexpected keyword argument 'two'; now (one, zwei=…)"),
         # what our code overrides, and replaces at run time: its signature, and its body
@@ -94,10 +90,6 @@ def test_modules_may_go_and_names_are_followed_through_re_exports():
         "megatron/core/m/inner.py": PIN,
     }
     assert findings(IMPORT + "f(1, key=2)\nC.method", package) == []
-    package["megatron/core/m/inner.py"] = PIN.replace("method", "x")
-    assert findings(IMPORT + "C.method", package | {"megatron/core/n.py": "x = 1"}) == [
-        f"{GONE}.C.method"
-    ]
 
 
 LANDED = {B: UPSTREAM[B].replace("b_3", "B_three")}
@@ -112,13 +104,11 @@ LANDED = {B: UPSTREAM[B].replace("b_3", "B_three")}
         (LANDED, "0001-first.patch", "conflicts", 1),
         (LANDED | {A: numbered("a", {3: "A_three"})}, "0001-first.patch", "already there", 1),
         ({REPLACED: "new = 1\n"}, REPLACED, "changed upstream", 1),
-        ({REPLACED: None}, REPLACED, "gone upstream", 1),
         ({NEW: "def shard(a): ...\n"}, NEW, "new upstream", 1),
     ],
 )
 def test_each_patch_and_file_has_its_state(world, files, name, state, code):
-    files = {path: text for path, text in (UPSTREAM | files).items() if text is not None}
-    tree = write_tree(world.base / "other", files)
+    tree = write_tree(world.base / "other", UPSTREAM | files)
     before = snapshot(world.base)
     result = world.run("drift", tree)
     assert snapshot(world.base) == before

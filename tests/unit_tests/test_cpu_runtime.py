@@ -25,53 +25,54 @@ from tests.unit_tests.test_utilities import (
 pytestmark = pytest.mark.skipif(HAVE_CUDA, reason="this run uses its GPUs")
 
 
-class TestDevices:
-    @pytest.mark.parametrize("device", ["cuda:3", 0])
-    def test_a_cuda_device_means_the_cpu(self, device):
-        x = torch.ones(2)
-        made = [torch.empty(2, device=device), torch.tensor([1.0], device=device)]
-        made += [x.new_full((3,), 1.0, device=device), torch.zeros_like(x, device=device)]
-        made += [x.to(device, torch.float64), x.cuda(device)]
-        assert {each.device for each in made} == {torch.device("cpu")}
-
-    def test_autocast_for_cuda_casts_on_the_cpu(self):
-        x = torch.ones(2, 2)
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            assert torch.is_autocast_enabled("cuda")
-            assert (x @ x).dtype == torch.bfloat16
+@pytest.mark.parametrize("device", ["cuda:3", 0])
+def test_a_cuda_device_means_the_cpu(device):
+    x = torch.ones(2)
+    made = [torch.empty(2, device=device), torch.tensor([1.0], device=device)]
+    made += [x.new_full((3,), 1.0, device=device), torch.zeros_like(x, device=device)]
+    made += [x.to(device, torch.float64), x.cuda(device)]
+    assert {each.device for each in made} == {torch.device("cpu")}
 
 
-class TestCudaCalls:
-    @pytest.mark.parametrize(
-        ("call", "name"),
-        [
-            (lambda: torch.cuda.CUDAGraph(), r"torch\.cuda\.CUDAGraph .*cuda_api\.py"),
-            (lambda: torch.cuda.memory_stats()["num_alloc_retries"], "num_alloc_retries"),
-            (lambda: torch.UntypedStorage(4, device="cuda"), "torch.cuda._lazy_init"),
-        ],
-    )
-    def test_what_is_unknown_is_named(self, call, name):
-        with pytest.raises(NotImplementedError, match=name):
-            call()
+def test_autocast_for_cuda_casts_on_the_cpu():
+    x = torch.ones(2, 2)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert torch.is_autocast_enabled("cuda")
+        assert (x @ x).dtype == torch.bfloat16
 
-    def test_no_public_function_is_left_to_cuda(self):
-        left = [
-            name
-            for name, value in vars(torch.cuda).items()
-            if not name.startswith("_")
-            and getattr(value, "__module__", "") == "torch.cuda"
-            and not isinstance(value, type)
-        ]
-        assert left == []
 
-    def test_the_current_device_and_stream_are_those_entered(self):
-        device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
-        side = torch.cuda.Stream()
-        with torch.cuda.device(3), torch.cuda.stream(side):
-            assert torch.cuda.current_device() == 3
-            assert torch.cuda.current_stream() is side
-        assert torch.cuda.current_device() == device
-        assert torch.cuda.current_stream() is stream
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: torch.cuda.CUDAGraph(), r"torch\.cuda\.CUDAGraph .*cuda_api\.py"),
+        (lambda: torch.cuda.memory_stats()["num_alloc_retries"], "num_alloc_retries"),
+        (lambda: torch.UntypedStorage(4, device="cuda"), "torch.cuda._lazy_init"),
+    ],
+)
+def test_what_is_unknown_is_named(call, name):
+    with pytest.raises(NotImplementedError, match=name):
+        call()
+
+
+def test_no_public_function_is_left_to_cuda():
+    left = [
+        name
+        for name, value in vars(torch.cuda).items()
+        if not name.startswith("_")
+        and getattr(value, "__module__", "") == "torch.cuda"
+        and not isinstance(value, type)
+    ]
+    assert left == []
+
+
+def test_the_current_device_and_stream_are_those_entered():
+    device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
+    side = torch.cuda.Stream()
+    with torch.cuda.device(3), torch.cuda.stream(side):
+        assert torch.cuda.current_device() == 3
+        assert torch.cuda.current_stream() is side
+    assert torch.cuda.current_device() == device
+    assert torch.cuda.current_stream() is stream
 
 
 def test_the_profiler_runs_without_cuda_events(capfd):
@@ -89,33 +90,29 @@ def test_optimizers_step_where_pytorch_is_built_for_cuda(monkeypatch):
     assert weight.item() == pytest.approx(0.5)
 
 
-class TestRandomState:
-    @pytest.fixture(autouse=True)
-    def seed(self):
+def test_a_fork_draws_from_its_own_stream(caplog):
+    def draws(of_default: int) -> list[torch.Tensor]:
         random.model_parallel_cuda_manual_seed(7, tp_rank=0, ep_rank=0, etp_rank=0)
+        torch.rand(of_default)
+        state, drawn = torch.cuda.get_rng_state(), []
+        for _ in range(2):
+            with random.get_cuda_rng_tracker().fork():
+                drawn.append(torch.rand(4))
+        assert torch.equal(torch.cuda.get_rng_state(), state)
+        return drawn
 
-    def fork_and_draw(self) -> torch.Tensor:
-        with random.get_cuda_rng_tracker().fork():
-            return torch.rand(4)
+    first = draws(0)
+    with torch.random.fork_rng(device_type="cuda"):
+        assert all(map(torch.equal, draws(1), first)) and not torch.equal(*first)
+    assert caplog.records == []
 
-    def test_a_fork_draws_from_its_own_stream(self, caplog):
-        expected = torch.cuda.get_rng_state()
-        with torch.random.fork_rng(device_type="cuda"):
-            torch.rand(2)
-        first, second = self.fork_and_draw(), self.fork_and_draw()
-        assert torch.equal(torch.cuda.get_rng_state(), expected)
-        assert caplog.records == []
-        random.model_parallel_cuda_manual_seed(7, tp_rank=0, ep_rank=0, etp_rank=0)
-        torch.rand(1)  # Moves the default stream only.
-        assert torch.equal(self.fork_and_draw(), first)
-        assert torch.equal(self.fork_and_draw(), second)
 
-    def test_loading_data_leaves_the_default_stream_and_each_epoch_is_shuffled_anew(self):
-        loader = torch.utils.data.DataLoader(range(64), shuffle=True)
-        before = torch.cuda.get_rng_state()
-        first, second = ([int(batch) for batch in loader] for _ in range(2))
-        assert first != second and sorted(first) == sorted(second) == list(range(64))
-        assert torch.equal(torch.cuda.get_rng_state(), before)
+def test_loading_data_leaves_the_default_stream_and_each_epoch_is_shuffled_anew():
+    loader = torch.utils.data.DataLoader(range(64), shuffle=True)
+    before = torch.cuda.get_rng_state()
+    first, second = ([int(batch) for batch in loader] for _ in range(2))
+    assert first != second and sorted(first) == sorted(second) == list(range(64))
+    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 INSTALLING = """
@@ -168,25 +165,25 @@ def test_gloo_takes_the_interface_that_is_named(monkeypatch):
         _devices_of(-1)  # of no process: it is made anew
 
 
-class TestProcessGroups:
-    @requires_world_size(2)
-    @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", None])
-    def test_nccl_means_gloo(self, backend):
-        """A group has the world's time limit, and shares the thread that serves it."""
-        Utils.destroy()  # the program's runs have a limit of their own
-        Utils.initialize_distributed()
-        group = dist.new_group([0, 1], backend=backend, device_id=torch.device("cuda", 0))
-        dist.barrier(group, device_ids=[0])
-        assert dist.get_backend(group) == "gloo"
-        gloo = group._get_backend(torch.device("cpu"))
-        assert isinstance(gloo, dist.ProcessGroupGloo)
-        assert gloo.options._timeout == COLLECTIVE_TIMEOUT
-        threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-        assert threads.count("gloo_tcp_loop\n") == 1
+@requires_world_size(2)
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", None])
+def test_nccl_means_gloo(backend):
+    """A group has the world's time limit, and shares the thread that serves it."""
+    Utils.destroy()  # the program's runs have a limit of their own
+    Utils.initialize_distributed()
+    group = dist.new_group([0, 1], backend=backend, device_id=torch.device("cuda", 0))
+    dist.barrier(group, device_ids=[0])
+    assert dist.get_backend(group) == "gloo"
+    gloo = group._get_backend(torch.device("cpu"))
+    assert isinstance(gloo, dist.ProcessGroupGloo)
+    assert gloo.options._timeout == COLLECTIVE_TIMEOUT
+    threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    assert threads.count("gloo_tcp_loop\n") == 1
 
-    @requires_world_size(4)
-    def test_a_group_may_be_left_as_soon_as_it_is_made(self):
-        Utils.initialize_distributed()
-        for _ in range(100):  # without the barrier in new_group, about one of 100 rounds fails
-            pairs = dist.new_group([0, 2]), dist.new_group([1, 3])
-            dist.destroy_process_group(pairs[Utils.rank % 2])
+
+@requires_world_size(4)
+def test_a_group_may_be_left_as_soon_as_it_is_made():
+    Utils.initialize_distributed()
+    for _ in range(100):  # without the barrier in new_group, about one of 100 rounds fails
+        pairs = dist.new_group([0, 2]), dist.new_group([1, 3])
+        dist.destroy_process_group(pairs[Utils.rank % 2])

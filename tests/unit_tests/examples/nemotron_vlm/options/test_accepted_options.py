@@ -44,8 +44,6 @@ VALUES = {
     "--recompute-num-layers 1 --language tp=2,pp=2",
     "--end-weight-decay": "0.1 --start-weight-decay 0 --weight-decay-incr-style linear",
     "--exit-signal": "SIGINT",
-    "--fine-grained-activation-offloading": "--transformer-impl transformer_engine "
-    "--offload-modules core_attn",
     "--fp16-lm-cross-entropy": "--fp16",
     "--fp32-residual-connection": "--bf16",
     "--hybrid-layer-pattern": STAGES,
@@ -57,7 +55,6 @@ VALUES = {
     "--moe-enable-deepep": "--moe-token-dispatcher-type flex",
     "--moe-router-group-topk": "2 --moe-router-num-groups 4",
     "--moe-router-padding-for-fp8": "--fp8-format hybrid --fp8-recipe tensorwise",
-    "--moe-router-padding-for-quantization": "--fp8-format hybrid --fp8-recipe tensorwise",
     "--moe-router-score-function": "softmax --no-moe-router-enable-expert-bias",
     "--mtp-num-layers": "1 --hybrid-layer-pattern MEM*|MEM*/E*",
     "--optimizer-cpu-offload": "--use-precision-aware-optimizer --bf16",
@@ -71,7 +68,6 @@ VALUES = {
     "--te-precision-config-file": "recipe.yaml",
     "--use-rotary-position-embeddings": "--no-rope-fusion",
     "--weight-decay-incr-style": "linear --start-weight-decay 0 --end-weight-decay 0.1",
-    "--window-size": "4,0",
 }
 """Values of options for which no rule finds one, and the options that they need beside them."""
 

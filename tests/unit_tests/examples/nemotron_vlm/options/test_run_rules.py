@@ -72,7 +72,6 @@ LINES = [
     (f"{ENGINE} --pack --micro-batch-size 1", "in fp32 with --pack.* add --bf16, or choose local"),
     (f"{ENGINE} --dynamic-resolution --bf16 --encoder-attention flash4", "is not installed"),
     ("--exp-avg-dtype bf16", "exp_avg_dtype can only be fp32 when not using precision-aware"),
-    ("--language vpp=2", "vpp=2 needs pp of 2 or more"),
     ("--language cp=2 --context-parallel-size 1", "says cp=2, .*--context-parallel-size says 1"),
     ("--step-batch-size-schedule '0:8 1K:9'", "global batch 9"),
     ("--exit-signal SIGNAL", "^'SIGNAL' is none of the values that its option takes"),
