@@ -92,6 +92,7 @@ def longer_sdist(world: World) -> None:
     # a patch set that is not in order
     (APPLY, lambda w: (w.root / "examples/mimo/x").symlink_to("/etc"), 1, "mimo/x is a symlink"),
     (APPLY, ours({"megatron_overlay/.git/config": "x"}), 1, ".git/config"),
+    (APPLY, in_lock("/etc/hostname"), 1, "leaves the checkout"),
     (APPLY, in_lock("megatron/../../outside.txt"), 1, "leaves the checkout"),
     (APPLY, patch("0001-first", edit(A, "a_3", "x") + edit(B, "b_3", "x")), 1,
      f"{A} differs from the lock: run `make lock` + {B}"),

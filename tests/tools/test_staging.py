@@ -4,11 +4,13 @@
 
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
 import mini
 from mini import NEXT, REPOSITORY, UPSTREAM, Result, World, git, imports, write_tree
+from overlay.fetch import fetch
 from overlay.git import call
 from overlay.patchset import PatchSet
 from overlay.source import module_name
@@ -48,19 +50,20 @@ def test_imports_lie_within_a_feature_and_what_it_needs():
         assert [one for one in used & modules.keys() if modules[one] not in below] == [], name
 
 
-def test_the_patches_of_a_feature_apply_upon_what_it_needs(upstreams, tmp_path):
+def test_the_patches_of_a_feature_apply_upon_what_it_needs(tmp_path):
     """A release lacks the examples."""
     features = FEATURES if NEXT else Features(PATCHSET)
     patches = {name: features.patch(name) for name in features.by_name}
-    for path in re.findall(r"^\+\+\+ b/(meg.+)", b"".join(patches.values()).decode(), re.MULTILINE):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(upstreams / path, tmp_path / path)
-    mini.make_repository(tmp_path, {})
+    touched = re.findall(r"^\+\+\+ b/(meg.+)", b"".join(patches.values()).decode(), re.MULTILINE)
+    upstream = tmp_path / "upstream"
+    fetch(PATCHSET.lock, REPOSITORY, upstream, directory=NEXT and Path(NEXT))
+    tree = tmp_path / "tree"
+    mini.make_repository(tree, {path: (upstream / path).read_text() for path in touched})
     for name in patches:
         for one in features.stack(name):
             how = ("apply", "--allow-empty", "--exclude=examples/*")
-            call(tmp_path, *how, stdin=patches[one])
-        git(tmp_path, "reset", "-q", "--hard")
+            call(tree, *how, stdin=patches[one])
+        git(tree, "reset", "-q", "--hard")
 
 
 DATA = """
