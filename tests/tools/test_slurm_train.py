@@ -1,7 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Words and failures of a Slurm training job, whose `srun` only pretends; signals are in
-tests/slurm."""
+"""Words, failures and signals of a Slurm training job, whose commands only pretend."""
 
 import os
 import subprocess
@@ -13,15 +12,24 @@ from mini import REPOSITORY
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_SUBMIT_DIR": str(REPOSITORY)}
 
 
+SIGNALLED = """
+if [ "$SIGNALLED" ]; then
+    kill -USR1 $PPID
+    until [ -e stop ]; do sleep 0.1; done
+fi
+exit $CODE"""
+
+
 class Job:
-    """A job whose ranks end with a code; Slurm's commands note their words in `calls`."""
+    """A job whose ranks end with a code, or when they get the signal that Slurm then sends to the
+    script. Slurm's commands note their words in `calls`."""
 
     def __init__(self, directory) -> None:
         self.directory, self.run, self.checkout = directory, directory / "run", directory / "tree"
         (self.checkout / "examples/mimo/nemotron_vlm").mkdir(parents=True)
-        for name, code in (("srun", "$CODE"), ("scontrol", "0")):
+        for name, does in (("srun", SIGNALLED), ("scancel", "touch stop"), ("scontrol", "")):
             path = directory / name
-            path.write_text(f'#!/bin/sh\necho "{name} $*" >> {directory}/calls\nexit {code}\n')
+            path.write_text(f'#!/bin/sh\ncd {directory}; echo "{name} $*" >> calls\n{does}\n')
             path.chmod(0o755)
 
     def end(self, *arguments: object, code: int = 0, **environment: str) -> tuple[int, str]:
@@ -86,3 +94,16 @@ def test_a_failed_run_is_requeued_until_it_has_failed_too_often_without_a_new_ch
     assert ends_with(6) == 0 and ends_with(0) == 0, "so does a new job"
     assert (job.run / "failures").read_text() == "5\n"
     assert job.calls.count("scontrol requeue 7") == 7
+
+
+def test_signalled_it_passes_the_signal_on_and_is_requeued_with_what_was_saved(job):
+    code, said = job.end(SIGNALLED="1")
+    assert code == 1 and said.startswith("error: ended with 0, and no checkpoint is in")
+    saved = job.run / "checkpoints" / "latest_checkpointed_iteration.txt"
+    saved.parent.mkdir(parents=True)
+    saved.write_text("12")
+    (job.directory / "stop").unlink()
+    code, said = job.end(SIGNALLED="1")
+    assert code == 0 and said.startswith("signalled: the job is requeued, and goes on from"), said
+    assert job.calls.count("scancel --signal=USR1 7") == 2
+    assert job.calls.count("scontrol requeue 7") == 1
