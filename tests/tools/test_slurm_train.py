@@ -40,6 +40,7 @@ class Job:
             env=os.environ | own | SLURM | {"CODE": str(code)} | environment,
             capture_output=True,
             text=True,
+            timeout=300,
         )
         return done.returncode, done.stdout + done.stderr
 
