@@ -14,10 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from examples.mimo.nemotron_vlm.loop import metrics
-from examples.mimo.nemotron_vlm.loop.forward_step import LOSS, TOKENS
+from examples.mimo.nemotron_vlm.loop.forward_step import LOSS, TOKENS, count_exact
 from examples.mimo.nemotron_vlm.loop.metrics import MetricsWriter, observed, read_metrics
 from examples.mimo.nemotron_vlm.loop.outputs import Log
 from examples.mimo.nemotron_vlm.loop.run import train
@@ -154,3 +155,14 @@ class TestMetrics:
         with Log(Path("/dev/full")) as log:
             for _ in range(3):
                 print("x" * 10_000, file=log, flush=True)
+
+
+@requires_world_size(2)
+def test_whole_answers_are_counted_over_their_cp_ranks():
+    """Of four samples, one is right on both ranks, one wrong on one rank, and one on one rank
+    alone."""
+    Utils.initialize_distributed()
+    is_right, places = [([True, True], [0, 1]), ([True, False, True], [0, 1, 2])][Utils.rank]
+    own = (torch.tensor(each, device=Utils.device) for each in (is_right, places))
+    counts = count_exact(*own, 4, dist.group.WORLD)
+    assert counts.tolist() == ([2, 3] if Utils.rank == 0 else [0, 0])
