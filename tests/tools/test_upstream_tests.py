@@ -44,7 +44,7 @@ IMPORTED = {
     "transformer/torch_norm": "WrappedTorchNorm = None\n",
     "models/vision/clip_vit_model": "class CLIPViTModel:\n  def __init__(self, norm=0): ...\n",
 }
-"""What the tool takes of Megatron's core."""
+"""Modules of Megatron's core that the tool imports, by path, with their text."""
 
 
 def test_outcomes_and_what_is_lost(world, tmp_path, monkeypatch):

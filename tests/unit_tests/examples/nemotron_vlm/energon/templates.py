@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates of three styles, each of which marks what the model is to produce."""
+"""Chat templates of three styles. Each template marks what the model is to produce."""
 
 # Published rules of Nemotron 3: an answer without reasoning gets an empty pair; what is before the
 # last question loses its reasoning; answers are trimmed; tools are called in XML, as JSON here.

@@ -53,7 +53,7 @@ def run(command: str) -> str:
 
 
 def test_its_commands_make_a_data_set_and_a_blend(digits, tmp_path, monkeypatch):
-    """Of 60 conversations on the digits' tokenizer, two thirds have an image."""
+    """Two thirds of the 60 conversations, on the digits' tokenizer, have an image."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)
     entries = []

@@ -37,7 +37,7 @@ class GoesOn(NamedTuple):
     """The run goes on after the saved step, with the next sample.
 
     says: what the terminal names. tolerance: of the first loss, relative; None where the change
-    gives another loss. same: whether all steps are those of the run that was not stopped.
+    gives another loss. same: whether all steps equal the steps of a run without a stop.
     """
 
     says: str = ""

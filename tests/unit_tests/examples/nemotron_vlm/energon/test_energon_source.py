@@ -176,7 +176,7 @@ def unpack(shards: Path, folder: Path) -> None:
     """Write what shards have as records, with clips in folders of frames beside them.
 
     JSONL, to train on, has paths of the other media, or base64: images as data URIs, sounds as
-    objects. Parquet has them in Hugging Face's form, one with a name and one without.
+    objects. Parquet has media in Hugging Face's form, one with a name and one without.
     """
     arrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
     records = {"train": [], "test": []}

@@ -159,8 +159,8 @@ class TestMetrics:
 
 @requires_world_size(2)
 def test_whole_answers_are_counted_over_their_cp_ranks():
-    """Of four samples, one is right on both ranks, one wrong on one rank, and one on one rank
-    alone."""
+    """One sample is right on both ranks, one is wrong on one rank, one lies on one rank alone, and
+    the last has no answer."""
     Utils.initialize_distributed()
     is_right, places = [([True, True], [0, 1]), ([True, False, True], [0, 1, 2])][Utils.rank]
     own = (torch.tensor(each, device=Utils.device) for each in (is_right, places))

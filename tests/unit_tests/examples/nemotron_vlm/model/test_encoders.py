@@ -76,8 +76,8 @@ class TestOptions:
     ],
 )
 def test_parts_of_one_encoder_or_of_all_have_their_own_settings(options, still):
-    """All weights and experts' biases move, but those of parts that stay, and of clips' patches:
-    tiles are no clips."""
+    """All weights and experts' biases move, except in parts that stay and in the weight of clips'
+    patches: tiles are no clips."""
     line = (*MODEL, "--micro-batch-size", "32", *options.split())
     with trainer(*line, source=SoundAndImages()) as run:
         (stage,) = run.stages
