@@ -53,7 +53,7 @@ WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
 CASES = "tests/gpu"
 PROGRAMS = ("tests/gpu/test_restarts.py", "tests/gpu/test_upstream_scripts.py")
 AHEAD = "tests/gpu/test_rows.py::test_two_gpus_run_ahead"
-IN_16_BITS = "tests/gpu/test_rows.py::test_two_gpus_in_16_bits"
+IN_16_BITS = "tests/gpu/test_rows.py::TestIn16Bits"
 KERNELS = "tests/gpu/test_recurrence.py"
 WAITS = "tests/gpu/test_host_waits.py"
 STATE = "tests/gpu/test_state.py"
@@ -113,13 +113,16 @@ def lanes(ranks: int) -> list[list[Stage]]:
     """Return the lanes that run at the same time, with stages of at most ``ranks`` ranks.
 
     Lanes share GPUs: processes take turns on one, and a collective waits until both of its ranks
-    have their turn. The first lane begins with the runs on one GPU that other lanes wait for.
+    have their turn. The first two lanes begin with the runs that those of two GPUs are compared
+    with.
     """
     units = tuple(f"{UNITS}/{path}" for path in UNITS_OF_ONE)
-    others = Stage("attention, waits and memory", 1, (*ON_ONE, WAITS), first=ranks - 1)
+    others = Stage("attention, waits and memory", 1, (*ON_ONE, WAITS))
     found = [
         [Stage("cases on one GPU", 1, (CASES,))],
-        [Stage("unit tests on one GPU", 1, units, first=ranks - 1), others],
+        [Stage("16-bit cases on one GPU", 1, (IN_16_BITS,), first=ranks - 1)],
+        [Stage("unit tests on one GPU", 1, units, first=ranks - 1)],
+        [others],
         [Stage(Path(path).stem, 1, (path,)) for path in PROGRAMS],
         [Stage("state on one GPU", 1, (STATE,), first=ranks - 1)],
     ]
