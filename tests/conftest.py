@@ -50,7 +50,7 @@ REASON = 1500
 
 
 class Recorder:
-    """Writes a line for each test as it ends, after one that names all tests.
+    """Writes a line for each test as it ends, after one that names all tests of so many ranks.
 
     A test that never ends is in the first line only. Properties are those that the test recorded
     with ``record_property``.
@@ -64,7 +64,10 @@ class Recorder:
             file.write(json.dumps(record) + "\n")
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._write({"collected": [item.nodeid for item in session.items]})
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        marks = {item.nodeid: item.get_closest_marker("world_size") for item in session.items}
+        cases = [name for name, mark in marks.items() if not mark or mark.args[0] == ranks]
+        self._write({"collected": cases})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.passed:

@@ -8,8 +8,8 @@ With ``--shared`` two ranks take turns on one GPU, where each of their collectiv
 more: choose cases by pytest's ``-k``.
 
 Lanes run at the same time, the stages of a lane one after the other. The exit code is 0 if every
-case of every stage has passed; a case that failed, was skipped or never ended is named. A signal
-ends the stages, and the cases until then are still written.
+case of every stage has passed; a case that failed, was skipped or never ended is named. Cases are
+written as they end, and a signal ends all stages.
 """
 
 import argparse
@@ -22,9 +22,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -47,35 +47,40 @@ LIBRARIES = """
 LIMIT_S = 900
 """Time limit of a stage."""
 
+WRITTEN_S = 5
+"""Seconds from one writing of the JSON to the next."""
+
 WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
 """Variables that cuBLAS, cuDNN and Triton read: fp32 products keep all of their digits."""
 
 CASES = "tests/gpu"
-PROGRAMS = ("tests/gpu/test_restarts.py", "tests/gpu/test_upstream_scripts.py")
+RESTARTS = "tests/gpu/test_restarts.py"
+SCRIPTS = "tests/gpu/test_upstream_scripts.py"
 AHEAD = "tests/gpu/test_rows.py::test_two_gpus_run_ahead"
 IN_16_BITS = "tests/gpu/test_rows.py::TestIn16Bits"
+RESUMED = "tests/gpu/test_rows.py::TestResumed"
 KERNELS = "tests/gpu/test_recurrence.py"
 WAITS = "tests/gpu/test_host_waits.py"
 STATE = "tests/gpu/test_state.py"
 ON_ONE = ("tests/gpu/test_attention.py", "tests/gpu/test_soak.py")
-UNITS = "tests/unit_tests"
-LOOP = f"{UNITS}/examples/nemotron_vlm/loop"
-REPLACED = (f"{UNITS}/ssm", f"{LOOP}/test_rows.py")
-"""Unit tests whose place the cases take on two GPUs: of recurrent layers, each length of which
-compiles Triton's kernels anew (`test_recurrence.py` has fewer), and the rows of CPU ranks."""
-LEFT_OUT = {UNITS: (*REPLACED, LOOP), LOOP: REPLACED}
-"""Folders and files that the stage of a folder leaves out."""
+APART = (RESTARTS, SCRIPTS, AHEAD, IN_16_BITS, RESUMED, KERNELS, WAITS, STATE, *ON_ONE)
+"""What the stages of `CASES` leave out, because other stages take it."""
 
-UNITS_OF_ONE = ("checkpoint/test_omni.py", "ssm")
-UNITS_OF_ONE += ("models/mimo/schedule/test_mimo_gradients.py",)
-UNITS_OF_ONE += ("tensor_parallel/test_weight_gradient.py",)
-UNITS_OF_ONE += tuple(
-    f"examples/nemotron_vlm/{path}"
-    for path in (
-        "model/test_training_parts.py::test_packed_samples_train_as_samples_one_by_one",
-        "loop/test_loop.py",
-        "loop/test_metrics.py",
-    )
+UNITS, PROGRAM = "tests/unit_tests", "tests/unit_tests/examples/nemotron_vlm"
+LEFT_OUT = (f"{UNITS}/ssm", f"{PROGRAM}/energon")
+LEFT_OUT += (f"{PROGRAM}/loop/test_rows.py", f"{PROGRAM}/loop/test_saves.py")
+"""Unit tests that two GPUs leave out: of recurrent layers, each length of which compiles Triton's
+kernels anew (`test_recurrence.py` has fewer), the rows of CPU ranks, and tests of files and of
+faults while saving, which prove the same on CPU ranks."""
+
+UNITS_OF_ONE = (
+    f"{UNITS}/checkpoint/test_omni.py",
+    f"{UNITS}/ssm",
+    f"{UNITS}/models/mimo/schedule/test_mimo_gradients.py",
+    f"{UNITS}/tensor_parallel/test_weight_gradient.py",
+    f"{PROGRAM}/model/test_training_parts.py::test_packed_samples_train_as_samples_one_by_one",
+    f"{PROGRAM}/loop/test_loop.py",
+    f"{PROGRAM}/loop/test_metrics.py",
 )
 
 
@@ -91,7 +96,7 @@ class Stage:
     def environment(self, gpus: int) -> dict[str, str]:
         """Return the variables that libraries read at their start, as the program sets them."""
         found = at_start(["--cuda-graph-impl", "local"] if AHEAD in self.paths else [])[1]
-        if self.paths[0] not in PROGRAMS:
+        if self.paths[0] not in (RESTARTS, SCRIPTS):
             chosen = {min(self.first + rank, gpus - 1) for rank in range(self.ranks)}
             found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, sorted(chosen)))
         return found
@@ -101,10 +106,8 @@ class Stage:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         launch = launch if self.ranks == 2 else []
         pytest = ["-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
-        elsewhere = (*PROGRAMS, AHEAD, IN_16_BITS, KERNELS, WAITS, STATE, *ON_ONE)
-        others = [path for path in elsewhere if path not in self.paths]
-        left_out = [f"--deselect={path}" for path in others]
-        left_out += [f"--ignore={path}" for path in LEFT_OUT.get(self.paths[0], ())]
+        left_out = [f"--deselect={path}" for path in APART if path not in self.paths]
+        left_out += [f"--ignore={path}" for path in LEFT_OUT if self.paths == (UNITS,)]
         rest = ["--record", str(record), *left_out, *self.paths, *arguments]
         return [sys.executable, "-W", "ignore", *launch, *pytest, *rest]
 
@@ -116,25 +119,23 @@ def lanes(ranks: int) -> list[list[Stage]]:
     have their turn. The first two lanes begin with the runs that those of two GPUs are compared
     with.
     """
-    units = tuple(f"{UNITS}/{path}" for path in UNITS_OF_ONE)
-    others = Stage("attention, waits and memory", 1, (*ON_ONE, WAITS))
     found = [
         [Stage("cases on one GPU", 1, (CASES,))],
         [Stage("16-bit cases on one GPU", 1, (IN_16_BITS,), first=ranks - 1)],
-        [Stage("unit tests on one GPU", 1, units, first=ranks - 1)],
-        [others],
-        [Stage(Path(path).stem, 1, (path,)) for path in PROGRAMS],
+        [Stage("unit tests on one GPU", 1, UNITS_OF_ONE, first=ranks - 1)],
+        [Stage("attention, waits and memory", 1, (*ON_ONE, WAITS))],
+        [Stage("restarts", 1, (RESTARTS,))],
+        [Stage("upstream's scripts", 1, (SCRIPTS,))],
         [Stage("state on one GPU", 1, (STATE,), first=ranks - 1)],
     ]
     if ranks == 2:
+        found[-2].append(Stage("resumed cases on two GPUs", 2, (RESUMED,)))
         found[-1].append(Stage("state on two GPUs", 2, (STATE,)))
-        ahead = Stage("cases that run ahead", 2, (AHEAD,))
-        kernels = Stage("recurrent kernels and waits on two GPUs", 2, (KERNELS, WAITS))
         found.append([Stage("cases on two GPUs", 2, (CASES,))])
         found.append([Stage("16-bit cases on two GPUs", 2, (IN_16_BITS,))])
-        found.append([kernels, ahead])
-        found.append([Stage("unit tests on two GPUs", 2, (UNITS,))])
-        found.append([Stage("unit tests of the loop on two GPUs", 2, (LOOP,))])
+        found.append([Stage("recurrent kernels and waits on two GPUs", 2, (KERNELS, WAITS))])
+        ahead = Stage("cases that run ahead", 2, (AHEAD,))
+        found.append([Stage("unit tests on two GPUs", 2, (UNITS,)), ahead])
     return found
 
 
@@ -149,50 +150,46 @@ def main(arguments: list[str]) -> int:
         print("error: PyTorch finds no GPU here; make test proves the rest", file=sys.stderr)
         return 2
     if lack := lacking(LIBRARIES):
-        print(f"error: {sys.executable} cannot import {lack}", file=sys.stderr)
+        print(f"error: {sys.executable}: {lack}", file=sys.stderr)
         return 2
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
     started = time.monotonic()
+    facts = {"machine": machine(), "commit": _commit()}
     with tempfile.TemporaryDirectory(prefix="one-rank-runs-") as shared:
         ranks = 2 if own.shared else gpus
         environment = {"RANKS": str(ranks), "SHARED_GPU": str(int(ranks > gpus))}
         environment |= {"ONE_RANK_RUNS": shared}
         chosen = lanes(ranks)
         with ThreadPoolExecutor(len(chosen)) as pool:
-            given = [(lane, rest, gpus, environment) for lane in chosen]
-            cases = [case for found in pool.map(lambda each: _run(*each), given) for case in found]
+            ended = [pool.submit(_run, lane, rest, gpus, environment) for lane in chosen]
+            is_ended = False
+            while not is_ended:
+                is_ended = not wait(ended, WRITTEN_S).not_done
+                cases = [case for stage in chain(*chosen) for case in _cases(stage, Path(shared))]
+                seconds = round(time.monotonic() - started)
+                if own.json:
+                    write(own.json, {**facts, "seconds": seconds}, cases)
+        for run in ended:
+            run.result()
     wrong = [case for case in cases if case["outcome"] != "passed"]
     for case in wrong:
         reason = case.get("reason", "")
         print(f"{case['outcome']}: {case['stage']}: {case['test']} {reason}".rstrip())
-    seconds = round(time.monotonic() - started)
     counts = f"{len(cases) - len(wrong)} of {len(cases)} cases passed"
     print(f"{counts} with {ranks} ranks on {gpus} GPUs in {seconds} s")
-    if own.json:
-        write(own.json, {"machine": machine(), "commit": _commit(), "seconds": seconds}, cases)
-    return 1 if wrong or not cases else 0
-
-
-_IMPORT = """
-import importlib, os, sys
-for name in sys.argv[1:]:
-    try:
-        importlib.import_module(name)
-    except BaseException as error:
-        print(f"{name}: {type(error).__name__}:", *str(error).split(), flush=True)
-        os._exit(1)
-"""
+    return 1 if wrong or not cases or ending.is_set() else 0
 
 
 def lacking(names: list[str]) -> str:
-    """Import modules in a process of its own, as some start CUDA. Return the first one that cannot
-    be imported, with the error, or nothing.
+    """Import modules in a process of its own, as some start CUDA; return the error of the first one
+    that cannot be imported, or nothing.
     """
-    command = [sys.executable, "-W", "ignore", "-c", _IMPORT, *names]
+    line = f"import os, {', '.join(names)}; os._exit(0)"
+    command = [sys.executable, "-W", "ignore", "-c", line]
     environment = os.environ | {"PYTHONPATH": _search_path()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    return done.stdout.strip().split("\n")[-1] if done.returncode else ""
+    return done.stderr.strip().split("\n")[-1] if done.returncode else ""
 
 
 def _search_path() -> str:
@@ -202,15 +199,17 @@ def _search_path() -> str:
 
 
 def write(path: Path, facts: dict, cases: list[dict]) -> None:
-    """Write the JSON, a case a line."""
+    """Write the JSON, a case a line, in the place of the one before."""
     head = json.dumps(facts)[:-1]
     lines = ",\n".join(map(json.dumps, cases))
-    path.write_text(f'{head}, "cases": [\n{lines}\n]}}\n')
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(f'{head}, "cases": [\n{lines}\n]}}\n')
+    part.replace(path)
 
 
-def _run(lane: list[Stage], arguments: list[str], gpus: int, shared: dict[str, str]) -> list[dict]:
-    """Run a lane's stages with variables that all stages share; returns their cases."""
-    found = []
+def _run(lane: list[Stage], arguments: list[str], gpus: int, shared: dict[str, str]) -> None:
+    """Run a lane's stages with variables that all stages share, and say how each has ended."""
+    folder = Path(shared["ONE_RANK_RUNS"])
     for stage in lane:
         environment = os.environ | stage.environment(gpus) | WITHOUT_TF32 | shared
         environment |= {
@@ -218,20 +217,26 @@ def _run(lane: list[Stage], arguments: list[str], gpus: int, shared: dict[str, s
             "CHECKOUT": str(CHECKOUT),
             "OMP_NUM_THREADS": "2",
         }
-        folder = Path(shared["ONE_RANK_RUNS"])
-        record, log = folder / f"{stage.name}.jsonl", folder / f"{stage.name}.log"
         if ending.is_set():
             break
+        log = folder / f"{stage.name}.log"
         with log.open("w") as file:
-            code = _ended(stage.command(record, arguments), environment, file)
-        cases = _cases(stage, record, code)
-        found += cases
+            code = _ended(stage.command(_record(stage, folder), arguments), environment, file)
+        codes[stage] = code
+        cases = _cases(stage, folder)
         if any(case["outcome"] != "passed" for case in cases):
             print(f"\n===== {stage.name}\n{log.read_text(errors='replace')}", flush=True)
         else:
             print(f"===== {stage.name}: {len(cases)} passed", flush=True)
-    return found
 
+
+def _record(stage: Stage, folder: Path) -> Path:
+    """The file to which a stage's pytest adds each case as it ends."""
+    return folder / f"{stage.name}.jsonl"
+
+
+codes: dict[Stage, int] = {}
+"""Exit codes of the stages that have ended."""
 
 ending = threading.Event()
 """Set by a signal."""
@@ -277,29 +282,23 @@ def _ended(command: list[str], environment: dict[str, str], output) -> int:
         running.discard(process.pid)
 
 
-def _cases(stage: Stage, record: Path, code: int) -> list[dict]:
-    """The outcomes of a stage's cases.
+def _cases(stage: Stage, folder: Path) -> list[dict]:
+    """The outcomes of a stage's cases so far; before a case has ended, "missing".
 
-    A test for another number of ranks is no case of the stage, nor is a unit test that is skipped
-    because it is for CPU ranks only.
+    A unit test that is skipped because it is for CPU ranks only is no case.
     """
-    lines = record.read_text().splitlines() if record.exists() else []
+    record, code = _record(stage, folder), codes.get(stage)
+    lines = record.read_text().split("\n")[:-1] if record.exists() else []
     records = [json.loads(line) for line in lines]
     collected = next((line["collected"] for line in records if "collected" in line), [])
     ended = {line["test"]: line for line in records if "test" in line}
     cases = []
     for test in collected:
         case = ended.get(test, {"test": test, "outcome": "missing"})
-        is_skipped = case["outcome"] == "skipped"
-        is_of_another_world = is_skipped and " ranks, this run has " in case["reason"]
-        if not is_of_another_world and not (is_skipped and test.startswith(UNITS)):
+        if not (case["outcome"] == "skipped" and test.startswith(UNITS)):
             cases.append({"stage": stage.name, **case})
-    reasons = Counter(case["reason"] for case in ended.values() if case["outcome"] == "skipped")
-    for reason, count in reasons.items():
-        if "could not import" in reason:
-            print(f"{stage.name}: left out {count} tests: {reason}", flush=True)
     has_failed = any(case["outcome"] != "passed" for case in cases)
-    if (code != 0 and not has_failed) or not collected:
+    if code is not None and (not collected or (code != 0 and not has_failed)):
         reason = f"exit {code}" if code else "no test was found"
         failed = {"test": "the stage", "outcome": "failed", "reason": reason}
         cases.append({"stage": stage.name, **failed})

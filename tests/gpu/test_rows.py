@@ -35,8 +35,11 @@ REFERENCES += {Row(1, row.model, common=row.common): row for row in ON_TWO_GPUS 
 is not there yet."""
 
 
-def rows_of(rows: list[Row], is_16_bit: bool = False) -> pytest.MarkDecorator:
-    """Run a test with those of the rows in 32 bits or in 16."""
+RESUMED = [row for row in ON_TWO_GPUS if row.then]
+
+
+def each(rows: list[Row], is_16_bit: bool = False) -> pytest.MarkDecorator:
+    """Run a test with each of the rows in 32 bits, or in 16."""
     chosen = [row for row in rows if MODELS[row.model].is_16_bit == is_16_bit]
     return pytest.mark.parametrize("row", chosen, ids=str)
 
@@ -49,7 +52,7 @@ def digits():
 
 
 @requires_world_size(1)
-@rows_of(REFERENCES)
+@each(REFERENCES)
 def test_one_gpu_is_recorded(row, record_property):
     record(row, record_property)
 
@@ -91,33 +94,42 @@ def on_a_cpu(options: tuple[str, ...], folder: Path) -> list[dict]:
 
 
 @requires_world_size(1)
-@rows_of(ON_ONE_GPU)
+@each(ON_ONE_GPU)
 def test_one_gpu(row, record_property, shared_path):
     check(row, record_property, saved=shared_path)
 
 
 @requires_world_size(2)
-@rows_of(ON_TWO_GPUS)
-def test_two_gpus(row, request, record_property, shared_path):
-    shards = request.getfixturevalue("digits") if row.model == "shards" else None
-    check(row, record_property, shards, shared_path)
+@each([row for row in ON_TWO_GPUS if row not in RESUMED])
+def test_two_gpus(row, record_property):
+    check(row, record_property)
+
+
+class TestResumed:
+    """Rows that go on from a checkpoint, which a stage takes alone."""
+
+    @requires_world_size(2)
+    @each(RESUMED)
+    def test_two_gpus(self, row, request, record_property, shared_path):
+        shards = request.getfixturevalue("digits") if row.model == "shards" else None
+        check(row, record_property, shards, shared_path)
 
 
 class TestIn16Bits:
     """Rows in 16 bits, which stages take alone."""
 
     @requires_world_size(1)
-    @rows_of(REFERENCES, is_16_bit=True)
+    @each(REFERENCES, is_16_bit=True)
     def test_one_gpu_is_recorded(self, row, record_property):
         record(row, record_property)
 
     @requires_world_size(1)
-    @rows_of(ON_ONE_GPU, is_16_bit=True)
+    @each(ON_ONE_GPU, is_16_bit=True)
     def test_one_gpu(self, row, record_property):
         check(row, record_property)
 
     @requires_world_size(2)
-    @rows_of(ON_TWO_GPUS, is_16_bit=True)
+    @each(ON_TWO_GPUS, is_16_bit=True)
     def test_two_gpus(self, row, record_property):
         check(row, record_property)
 

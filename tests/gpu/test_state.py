@@ -129,7 +129,7 @@ def test_goes_on_in_another_precision(before, after, sizes, shared_path, capsys)
 
 
 @on_one_and_two_gpus("tp=2,ep=2,etp=1")
-def test_adapters_learn_on_a_base_in_fp8(layout, record_property):
+def test_adapters_train_on_a_base_in_fp8_as_in_bf16(layout, record_property):
     options = (*ENGINE, "--bf16", "--micro-batch-size", "8", *ADAPTED_IN_16_BITS, *layout)
 
     def records(*more: str) -> list[dict]:
@@ -145,7 +145,6 @@ def test_adapters_learn_on_a_base_in_fp8(layout, record_property):
     # rounding then moves weights as well.
     first, *later = apart["loss"]
     assert first <= 2 * MOST and max(later) <= 5 * MOST and max(apart["grad_norm"]) <= 0.1, apart
-    assert found[-1]["loss"] < found[0]["loss"]
 
 
 def filled_gradients(run) -> None:

@@ -76,7 +76,8 @@ def test_a_signal_ends_a_stages_ranks_and_keeps_its_cases(tmp_path, monkeypatch)
         run._end()
 
     threading.Thread(target=end).start()
-    cases = run._run([stage, stage], [], 1, {"ONE_RANK_RUNS": str(tmp_path)})
+    run._run([stage, stage], [], 1, {"ONE_RANK_RUNS": str(tmp_path)})
+    cases = run._cases(stage, tmp_path)
     outcomes = {case["test"]: case["outcome"] for case in cases}
     assert outcomes == {"a": "passed", "b": "missing"} and len(cases) == 2
     assert not Path("/proc", rank.read_text().strip()).exists()
