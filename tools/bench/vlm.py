@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure how well the training program uses its GPUs in the runs of a row of vlm.toml.
 
-A run is the program itself, or upstream's script that it is compared with: three steps that do not
-count and ten that do. Times are medians; tokens are of whole rows, text and images; TFLOP/s
-are Megatron's count for all modules, without recompute.
+A run is the program itself, or upstream's script that it is compared with: some steps that do not
+count, three in most rows, and ten that do. Times are medians; tokens are of whole rows, text and
+images; TFLOP/s are Megatron's count for all modules, without recompute.
 
 Usage, in the checkout's environment (PYTHONPATH):
     python tools/bench/vlm.py real --json docs/benchmarks/real.json
@@ -35,7 +35,7 @@ PROGRAM = "examples/mimo/pretrain_nemotron_vlm.py"
 ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 WARM_UP, MEASURED = 3, 10
-"""Steps of a run, in this order; a row may have more `measured` ones."""
+"""Steps of a run, in this order; a row may have other numbers."""
 
 PACKAGES = ("torch", "transformer_engine", "megatron-core", "mamba-ssm", "triton")
 """Packages whose versions are recorded."""
@@ -69,7 +69,8 @@ def main(arguments: list[str]) -> int:
             if own.only and name not in own.only and found:
                 continue
             words = [*([] if "script" in run else common), *shlex.split(run["arguments"]), *more]
-            figures = measured(run, words, row.get("measured", MEASURED), *found[:1])
+            steps = row.get("warm_up", WARM_UP), row.get("measured", MEASURED)
+            figures = measured(run, words, *steps, *found[:1])
             found.append({"name": name, **figures})
             print(tables.line(found[-1], found[0]), flush=True)
             if own.json:
@@ -101,7 +102,9 @@ def runs_of(row: dict) -> dict[str, dict]:
     return found
 
 
-def measured(run: dict, arguments: list[str], steps: int, first: dict | None = None) -> dict:
+def measured(
+    run: dict, arguments: list[str], warm_up: int, steps: int, first: dict | None = None
+) -> dict:
     """Carry out one run, with ``steps`` counted after the warm-up, and return its figures.
 
     Args:
@@ -120,13 +123,13 @@ def measured(run: dict, arguments: list[str], steps: int, first: dict | None = N
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     with tempfile.TemporaryDirectory() as directory:
         metrics = Path(directory, "metrics.jsonl")
-        rest = ["--train-iters", str(WARM_UP + steps), "--seed", "1", "--metrics-out", str(metrics)]
+        rest = ["--train-iters", str(warm_up + steps), "--seed", "1", "--metrics-out", str(metrics)]
         command = [sys.executable, *launch, *program, *arguments, *rest]
         subprocess.run(command, check=True, cwd=checkout, env=environment)
         records = list(map(json.loads, metrics.read_text().splitlines()))
     if skipped := sum(record["skipped"] for record in records):
         raise SystemExit(f"{skipped} of {len(records)} steps were skipped: bad gradients")
-    counted = records[WARM_UP:]
+    counted = records[warm_up:]
     seconds = statistics.median(record["step_time_s"] for record in counted)
     if "script" in run:
         tflops = first["tflops_per_gpu"] * first["step_s"] * first["ranks"] / seconds / ranks
