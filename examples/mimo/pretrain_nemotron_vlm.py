@@ -67,6 +67,9 @@ def at_start(argv: list[str]) -> tuple[bool, dict[str, str]]:
     }
     # Loading a kernel later may wait for all work on the device, and so for another rank.
     variables |= {"CUDA_MODULE_LOADING": "EAGER"} if ahead else {}
+    # Megatron asks for it beside graphs, to avoid illegal memory accesses.
+    is_expandable = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    variables |= {"NCCL_GRAPH_REGISTER": "0"} if ahead and is_expandable else {}
     uses_gpus = asked.device == "cuda" and not (asked.dry_run or asked.plan)
     return uses_gpus, {name: v for name, v in variables.items() if name not in os.environ}
 
