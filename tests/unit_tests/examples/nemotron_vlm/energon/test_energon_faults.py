@@ -34,11 +34,13 @@ EPOCH = 84
 SHARD = "train-0001.tar"
 
 
-def refused(file: str, error: int = errno.EIO, is_stale: bool = False) -> Callable[[Path], None]:
+def refused(
+    file: str, error: int = errno.EIO, stale_after: int | None = None
+) -> Callable[[Path], None]:
     """Let reads of a file fail; processes are forked from this one.
 
     Args:
-        is_stale: only of the first that each process has read twice, until it is opened anew.
+        stale_after: only of the first that each process opens, after so many reads of it.
     """
 
     def strike(data: Path) -> None:
@@ -47,7 +49,8 @@ def refused(file: str, error: int = errno.EIO, is_stale: bool = False) -> Callab
         def faulty(opened: PosixFile, size: int = -1) -> bytes:
             if opened.name.endswith(file):
                 reads[opened] += 1
-                if not is_stale or (opened is next(iter(reads)) and reads[opened] > 2):
+                is_first = opened is next(iter(reads))
+                if stale_after is None or (is_first and reads[opened] > stale_after):
                     raise OSError(error, os.strerror(error))
             return read(opened, size)
 
@@ -79,7 +82,12 @@ CHANGED = rf"/{SHARD}/train-\d+ has changed since the survey: {{}}"
 ROWS = {
     "a read is refused (`EIO`, `ESTALE`, …), and succeeds later": {
         "ESTALE": Fault(
-            refused(SHARD, errno.ESTALE, is_stale=True),
+            refused(SHARD, errno.ESTALE, stale_after=2),
+            rf"/{SHARD}, sample \d+: \[Errno 116\] .*; next try in 0.1 s",
+            ends=False,
+        ),
+        "ESTALE of an index": Fault(
+            refused(f"{SHARD}.idx", errno.ESTALE, stale_after=0),
             rf"/{SHARD}, sample \d+: \[Errno 116\] .*; next try in 0.1 s",
             ends=False,
         ),
