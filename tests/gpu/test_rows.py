@@ -30,10 +30,11 @@ from tests.unit_tests.examples.nemotron_vlm.runs import DEVICE, SHORT_RUN
 from tests.unit_tests.test_utilities import requires_world_size
 
 REFERENCES = [Row(1, name) for name in ON_GPUS if name != "shards"]
-REFERENCES += {Row(1, row.model, common=row.common): row for row in ON_TWO_GPUS if row.common}
-"""The runs that others are compared with. A stage of two GPUs would start a process for each that
-is not there yet."""
-
+REFERENCES += dict.fromkeys(
+    Row(1, row.model, common=row.common) for row in ON_TWO_GPUS if row.common
+)
+"""The runs that others are compared with; a stage of two GPUs starts a process for each that is not
+there yet."""
 
 RESUMED = [row for row in ON_TWO_GPUS if row.then]
 

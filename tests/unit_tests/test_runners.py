@@ -5,9 +5,11 @@
 The GPU cases can be imported where there is no GPU: a moved name must not wait for one.
 """
 
+import json
 import os
 import sys
 import threading
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -59,25 +61,39 @@ def test_cases_can_be_imported(name):
     assert import_module(f"tests.gpu.{name}")
 
 
-def test_a_signal_ends_a_stages_ranks_and_keeps_its_cases(tmp_path, monkeypatch):
-    record = tmp_path / "stage.jsonl"
-    monkeypatch.setattr(run, "ending", threading.Event())
+def test_cases_are_written_as_they_end_and_a_signal_ends_a_stages_ranks(tmp_path, monkeypatch):
     lines = ['{"collected": ["a", "b"]}', '{"test": "a", "outcome": "passed"}']
     rank = tmp_path / "rank"  # in a session of its own, as torchrun's
     started = f"setsid sh -c 'echo $$ > {rank}; exec sleep 60' & trap 'kill $!; wait; exit' TERM"
-    told = f"printf '%s\\n' '{lines[0]}' '{lines[1]}' > {record}; wait"
+    told = f"printf '%s\\n' '{lines[0]}' '{lines[1]}' > $0; wait"
     command = ["sh", "-c", f"{started}; {told}"]
-    monkeypatch.setattr(run.Stage, "command", lambda *_: command)
-    stage = run.Stage("stage", 1, ("tests",))
+    monkeypatch.setattr(run.Stage, "command", lambda _, record, __: [*command, str(record)])
+    stages = [run.Stage(name, 1, ("tests",)) for name in ("first", "next")]
+    for name, value in {
+        "lanes": lambda ranks: [stages],
+        "lacking": lambda names: "",
+        "machine": dict,
+        "codes": {},
+        "ending": threading.Event(),
+        "WRITTEN_S": 0.1,
+    }.items():
+        monkeypatch.setattr(run, name, value)
+    monkeypatch.setattr(run.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    written, seen = tmp_path / "gpu.json", []
 
     def end() -> None:
-        while not all(path.exists() and path.read_text() for path in (rank, record)):
-            pass
+        while not (rank.exists() and written.exists() and outcomes(written)):
+            time.sleep(0.05)
+        seen.append(outcomes(written))
         run._end()
 
     threading.Thread(target=end).start()
-    run._run([stage, stage], [], 1, {"ONE_RANK_RUNS": str(tmp_path)})
-    cases = run._cases(stage, tmp_path)
-    outcomes = {case["test"]: case["outcome"] for case in cases}
-    assert outcomes == {"a": "passed", "b": "missing"} and len(cases) == 2
+    assert run.main(["--json", str(written)]) == 1
+    assert seen == [outcomes(written)] == [{"a": "passed", "b": "missing"}]
     assert not Path("/proc", rank.read_text().strip()).exists()
+
+
+def outcomes(written: Path) -> dict[str, str]:
+    """The cases of a JSON and their outcomes."""
+    return {case["test"]: case["outcome"] for case in json.loads(written.read_text())["cases"]}
