@@ -17,7 +17,7 @@ PARTLY = "--freeze", "--lora-dim"
 """Options with which a step does less than is counted: gradients of frozen weights are not made."""
 
 HEADLINE = {
-    ("real-heads", "now, 37 steps"): (
+    ("real-heads", "now, expandable segments"): (
         "packed conversations, images of any size, clips and sounds, dp=2, CUDA graphs, expandable "
         "segments"
     ),
