@@ -132,6 +132,18 @@ def answers(capsys, checkpoint: Path, questions: Iterable[list[str]]) -> list[st
     return capsys.readouterr().out.splitlines()
 
 
+def messages_of(asked: Iterable[list[str]], folder: Path) -> list[dict]:
+    """Return records of questions, whose media are linked in the folder."""
+    found = []
+    for number, (*media, _, question) in enumerate(asked):
+        files = {}
+        for kind, file in zip(media[::2], map(Path, media[1::2]), strict=True):
+            files[kind[2:]] = f"{number}.{file.name}"  # "wav" in a shard has no suffix
+            (folder / files[kind[2:]]).symlink_to(file)
+        found.append({"messages": [{"role": "user", "content": question}]} | files)
+    return found
+
+
 def test_answers_are_the_most_likely_tokens_of_our_model(trained, capsys, monkeypatch):
     monkeypatch.setattr(Chat, "words", lambda self, tokens: " ".join(map(str, tokens)))
     path, source, asked, options = trained
@@ -191,14 +203,11 @@ def test_questions_of_a_file_are_answered_as_each_alone(trained, capsys, tmp_pat
             asked.append([*media, option, question + f" {text}" * more])
             asked.append([option, f" {text}" * (more + 1)])
     alone = answers(capsys, trained.path / "saved", asked[::6])
-    messages, talks = [], []
-    for number, (*media, _, question) in enumerate(asked):
-        files = {}
-        for kind, file in zip(media[::2], map(Path, media[1::2]), strict=True):
-            files[kind[2:]] = f"{number}.{file.name}"  # "wav" in a shard has no suffix
-            (tmp_path / files[kind[2:]]).symlink_to(file)
-        messages.append({"messages": [{"role": "user", "content": question}]} | files)
-        talk = [{"from": "human", "value": question}, {"from": "gpt", "value": "known"}]
+    messages = messages_of(asked, tmp_path)
+    talks = []
+    for message in messages:
+        (turn,), files = message["messages"], {k: v for k, v in message.items() if k != "messages"}
+        talk = [{"from": "human", "value": turn["content"]}, {"from": "gpt", "value": "known"}]
         talks.append({"conversations": talk} | files)
     *media, _, question = asked[0]
     said = []

@@ -62,7 +62,7 @@ RESUMED = "tests/gpu/test_rows.py::TestResumed"
 KERNELS = "tests/gpu/test_recurrence.py"
 WAITS = "tests/gpu/test_host_waits.py"
 STATE = "tests/gpu/test_state.py"
-ON_ONE = ("tests/gpu/test_attention.py", "tests/gpu/test_soak.py")
+ON_ONE = tuple(f"tests/gpu/test_{name}.py" for name in ("answers", "attention", "soak"))
 APART = (RESTARTS, SCRIPTS, AHEAD, IN_16_BITS, RESUMED, KERNELS, WAITS, STATE, *ON_ONE)
 """What the stages of `CASES` leave out, because other stages take it."""
 
@@ -123,7 +123,7 @@ def lanes(ranks: int) -> list[list[Stage]]:
         [Stage("cases on one GPU", 1, (CASES,))],
         [Stage("16-bit cases on one GPU", 1, (IN_16_BITS,), first=ranks - 1)],
         [Stage("unit tests on one GPU", 1, UNITS_OF_ONE, first=ranks - 1)],
-        [Stage("attention, waits and memory", 1, (*ON_ONE, WAITS))],
+        [Stage("attention, answers, waits and memory", 1, (*ON_ONE, WAITS))],
         [Stage("restarts", 1, (RESTARTS,))],
         [Stage("upstream's scripts", 1, (SCRIPTS,))],
         [Stage("state on one GPU", 1, (STATE,), first=ranks - 1)],
