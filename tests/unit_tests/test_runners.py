@@ -94,6 +94,14 @@ def test_cases_are_written_as_they_end_and_a_signal_ends_a_stages_ranks(tmp_path
     assert not Path("/proc", rank.read_text().strip()).exists()
 
 
+def test_a_stage_of_which_no_case_is_chosen_has_not_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "codes", {})
+    for name, arguments in (("chosen", ["-k", "nothing"]), ("refused", ["--no-such-option"])):
+        stage = run.Stage(name, 1, (run.ON_ONE[0],))
+        run._run([stage], arguments, 1, {"ONE_RANK_RUNS": str(tmp_path)})
+        assert len(run._cases(stage, tmp_path)) == (name == "refused")
+
+
 def outcomes(written: Path) -> dict[str, str]:
     """The cases of a JSON and their outcomes."""
     return {case["test"]: case["outcome"] for case in json.loads(written.read_text())["cases"]}
