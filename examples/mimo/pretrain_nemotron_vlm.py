@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).absolute().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from examples.mimo.common.allocator import has_expandable_segments  # noqa: E402
 from examples.mimo.common.config_file import with_config  # noqa: E402
 from examples.mimo.common.errors import end_rank  # noqa: E402
 from examples.mimo.common.standing import end_quietly  # noqa: E402
@@ -68,8 +69,7 @@ def at_start(argv: list[str]) -> tuple[bool, dict[str, str]]:
     # Loading a kernel later may wait for all work on the device, and so for another rank.
     variables |= {"CUDA_MODULE_LOADING": "EAGER"} if ahead else {}
     # Megatron asks for it beside graphs, to avoid illegal memory accesses.
-    is_expandable = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    variables |= {"NCCL_GRAPH_REGISTER": "0"} if ahead and is_expandable else {}
+    variables |= {"NCCL_GRAPH_REGISTER": "0"} if ahead and has_expandable_segments() else {}
     uses_gpus = asked.device == "cuda" and not (asked.dry_run or asked.plan)
     return uses_gpus, {name: v for name, v in variables.items() if name not in os.environ}
 

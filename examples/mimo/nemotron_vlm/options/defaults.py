@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """This program's defaults of Megatron's options: the model's, and those that a first run needs."""
 
-import os
 from argparse import Namespace
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -10,6 +9,7 @@ from signal import SIGTERM
 
 import torch
 
+from examples.mimo.common.allocator import has_expandable_segments
 from examples.mimo.common.layout import SIZES
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from megatron.core.tensor_parallel import layers
@@ -111,7 +111,6 @@ def saves_asynchronously(args: Namespace) -> bool:
     The process that writes them reads the tensors from the GPU's memory, in which PyTorch shares
     no expandable segments on every machine. Training would change those that are on the host.
     """
-    memory = f"{os.environ.get('PYTORCH_ALLOC_CONF')} {os.environ.get('PYTORCH_CUDA_ALLOC_CONF')}"
     is_ended = args.exit_signal_handler and args.exit_signal == SIGTERM  # the process that writes
-    is_unsafe = is_ended or args.optimizer_cpu_offload or "expandable_segments:True" in memory
+    is_unsafe = is_ended or args.optimizer_cpu_offload or has_expandable_segments()
     return bool(args.device == "cuda" and args.save and not args.skip_train and not is_unsafe)

@@ -48,7 +48,7 @@ def test_only_training_on_gpus_sees_them_and_graphs_have_variables_of_their_own(
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text("device: cuda\ncuda_graph_impl: local\n")
     monkeypatch.delenv(CONNECTIONS)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     uses, variables = at_start(line.split())
     assert uses is uses_gpus
     assert variables.get("NCCL_GRAPH_REGISTER") == ("0" if loading else None)
