@@ -50,28 +50,21 @@ LIMIT_S = 900
 WRITTEN_S = 5
 """Seconds from one writing of the JSON to the next."""
 
-WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
-"""Variables that cuBLAS, cuDNN and Triton read: fp32 products keep all of their digits."""
-
 CASES = "tests/gpu"
-RESTARTS = "tests/gpu/test_restarts.py"
-SCRIPTS = "tests/gpu/test_upstream_scripts.py"
-AHEAD = "tests/gpu/test_rows.py::test_two_gpus_run_ahead"
-IN_16_BITS = "tests/gpu/test_rows.py::TestIn16Bits"
-RESUMED = "tests/gpu/test_rows.py::TestResumed"
-KERNELS = "tests/gpu/test_recurrence.py"
-WAITS = "tests/gpu/test_host_waits.py"
-STATE = "tests/gpu/test_state.py"
+RESTARTS, SCRIPTS = "tests/gpu/test_restarts.py", "tests/gpu/test_upstream_scripts.py"
+KERNELS, WAITS = "tests/gpu/test_recurrence.py", "tests/gpu/test_host_waits.py"
+STATE, ROWS = "tests/gpu/test_state.py", "tests/gpu/test_rows.py"
+AHEAD = f"{ROWS}::test_two_gpus_run_ahead"
+IN_16_BITS, RESUMED = f"{ROWS}::TestIn16Bits", f"{ROWS}::TestResumed"
 ON_ONE = tuple(f"tests/gpu/test_{name}.py" for name in ("answers", "attention", "soak"))
 APART = (RESTARTS, SCRIPTS, AHEAD, IN_16_BITS, RESUMED, KERNELS, WAITS, STATE, *ON_ONE)
-"""What the stages of `CASES` leave out, because other stages take it."""
+"""Stages of `CASES` leave these out, because other stages take them."""
 
 UNITS, PROGRAM = "tests/unit_tests", "tests/unit_tests/examples/nemotron_vlm"
 LEFT_OUT = (f"{UNITS}/ssm", f"{PROGRAM}/energon")
 LEFT_OUT += (f"{PROGRAM}/loop/test_rows.py", f"{PROGRAM}/loop/test_saves.py")
-"""Unit tests that two GPUs leave out: of recurrent layers, each length of which compiles Triton's
-kernels anew (`test_recurrence.py` has fewer), the rows of CPU ranks, and tests of files and of
-faults while saving, which prove the same on CPU ranks."""
+"""Two GPUs leave these unit tests out. Triton compiles recurrent layers anew for each length
+(`test_recurrence.py` has fewer), and the others are rows of CPU ranks, or prove the same there."""
 
 UNITS_OF_ONE = (
     f"{UNITS}/checkpoint/test_omni.py",
@@ -101,6 +94,10 @@ class Stage:
             found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, sorted(chosen)))
         return found
 
+    def record(self, folder: Path) -> Path:
+        """Return the file to which pytest adds each case as it ends."""
+        return folder / f"{self.name}.jsonl"
+
     def command(self, record: Path, arguments: list[str]) -> list[str]:
         """The command line."""
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -116,8 +113,8 @@ def lanes(ranks: int) -> list[list[Stage]]:
     """Return the lanes that run at the same time, with stages of at most ``ranks`` ranks.
 
     Lanes share GPUs: processes take turns on one, and a collective waits until both of its ranks
-    have their turn. The first two lanes begin with the runs that those of two GPUs are compared
-    with.
+    have their turn. The first two lanes begin with the runs on one GPU, with which the runs on
+    two are compared.
     """
     found = [
         [Stage("cases on one GPU", 1, (CASES,))],
@@ -150,7 +147,7 @@ def main(arguments: list[str]) -> int:
         print("error: PyTorch finds no GPU here; make test proves the rest", file=sys.stderr)
         return 2
     if lack := lacking(LIBRARIES):
-        print(f"error: {sys.executable}: {lack}", file=sys.stderr)
+        print(f"error: {sys.executable} cannot import {lack}", file=sys.stderr)
         return 2
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
@@ -159,7 +156,10 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="one-rank-runs-") as shared:
         ranks = 2 if own.shared else gpus
         environment = {"RANKS": str(ranks), "SHARED_GPU": str(int(ranks > gpus))}
-        environment |= {"ONE_RANK_RUNS": shared}
+        environment |= {"ONE_RANK_RUNS": shared, "PYTHONPATH": _search_path()}
+        environment |= {"CHECKOUT": str(CHECKOUT), "OMP_NUM_THREADS": "2"}
+        # cuBLAS, cuDNN and Triton then keep all digits of fp32 products.
+        environment |= {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
         chosen = lanes(ranks)
         with ThreadPoolExecutor(len(chosen)) as pool:
             ended = [pool.submit(_run, lane, rest, gpus, environment) for lane in chosen]
@@ -181,15 +181,25 @@ def main(arguments: list[str]) -> int:
     return 1 if wrong or not cases or ending.is_set() else 0
 
 
+_IMPORT = """
+import importlib, os, sys
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except BaseException as error:
+        print(f"{name}: {type(error).__name__}:", *str(error).split(), flush=True)
+        os._exit(1)
+"""
+
+
 def lacking(names: list[str]) -> str:
-    """Import modules in a process of its own, as some start CUDA; return the error of the first one
-    that cannot be imported, or nothing.
+    """Import modules in a process of its own, as some start CUDA. Return the first one that cannot
+    be imported, with the error, or nothing.
     """
-    line = f"import os, {', '.join(names)}; os._exit(0)"
-    command = [sys.executable, "-W", "ignore", "-c", line]
+    command = [sys.executable, "-W", "ignore", "-c", _IMPORT, *names]
     environment = os.environ | {"PYTHONPATH": _search_path()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    return done.stderr.strip().split("\n")[-1] if done.returncode else ""
+    return done.stdout.strip().split("\n")[-1] if done.returncode else ""
 
 
 def _search_path() -> str:
@@ -199,7 +209,7 @@ def _search_path() -> str:
 
 
 def write(path: Path, facts: dict, cases: list[dict]) -> None:
-    """Write the JSON, a case a line, in the place of the one before."""
+    """Replace the JSON; each case has a line."""
     head = json.dumps(facts)[:-1]
     lines = ",\n".join(map(json.dumps, cases))
     part = path.with_name(f"{path.name}.part")
@@ -211,12 +221,10 @@ def _run(lane: list[Stage], arguments: list[str], gpus: int, shared: dict[str, s
     """Run a lane's stages with variables that all stages share, and say how each has ended."""
     folder = Path(shared["ONE_RANK_RUNS"])
     for stage in lane:
-        environment = os.environ | stage.environment(gpus) | WITHOUT_TF32 | shared
-        environment |= {"PYTHONPATH": _search_path(), "CHECKOUT": str(CHECKOUT)}
-        environment |= {"OMP_NUM_THREADS": "2"}
+        environment = os.environ | stage.environment(gpus) | shared
         if ending.is_set():
             break
-        log, record = folder / f"{stage.name}.log", _record(stage, folder)
+        log, record = folder / f"{stage.name}.log", stage.record(folder)
         with log.open("w") as file:
             code = _ended(stage.command(record, arguments), environment, file)
         if arguments and record.exists() and '"collected": []' in record.read_text():
@@ -227,11 +235,6 @@ def _run(lane: list[Stage], arguments: list[str], gpus: int, shared: dict[str, s
             print(f"\n===== {stage.name}\n{log.read_text(errors='replace')}", flush=True)
         else:
             print(f"===== {stage.name}: {len(cases)} passed", flush=True)
-
-
-def _record(stage: Stage, folder: Path) -> Path:
-    """The file to which a stage's pytest adds each case as it ends."""
-    return folder / f"{stage.name}.jsonl"
 
 
 codes: dict[Stage, int] = {}
@@ -286,7 +289,7 @@ def _cases(stage: Stage, folder: Path) -> list[dict]:
 
     A unit test that is skipped because it is for CPU ranks only is no case.
     """
-    record, code = _record(stage, folder), codes.get(stage)
+    record, code = stage.record(folder), codes.get(stage)
     lines = record.read_text().split("\n")[:-1] if record.exists() else []
     records = [json.loads(line) for line in lines]
     collected = next((line["collected"] for line in records if "collected" in line), [])

@@ -61,6 +61,15 @@ def test_cases_can_be_imported(name):
     assert import_module(f"tests.gpu.{name}")
 
 
+@pytest.mark.parametrize("error", ["", "OSError: no lib.so"], ids=["all", "broken"])
+def test_a_library_that_cannot_be_imported_is_named(error, tmp_path, monkeypatch):
+    code = "raise OSError('no\\nlib.so')" if error else ""
+    (tmp_path / "kernels_of_a_test.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    wanted = f"kernels_of_a_test: {error}" if error else ""
+    assert run.lacking(["json", "kernels_of_a_test"]) == wanted
+
+
 def test_cases_are_written_as_they_end_and_a_signal_ends_a_stages_ranks(tmp_path, monkeypatch):
     lines = ['{"collected": ["a", "b"]}', '{"test": "a", "outcome": "passed"}']
     rank = tmp_path / "rank"  # in a session of its own, as torchrun's
@@ -94,7 +103,7 @@ def test_cases_are_written_as_they_end_and_a_signal_ends_a_stages_ranks(tmp_path
     assert not Path("/proc", rank.read_text().strip()).exists()
 
 
-def test_a_stage_of_which_no_case_is_chosen_has_not_failed(tmp_path, monkeypatch):
+def test_a_stage_without_a_chosen_case_has_not_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "codes", {})
     for name, arguments in (("chosen", ["-k", "nothing"]), ("refused", ["--no-such-option"])):
         stage = run.Stage(name, 1, (run.ON_ONE[0],))
