@@ -50,7 +50,7 @@ REASON = 1500
 
 
 class Recorder:
-    """Writes a line for each test as it ends, after one that names all of this number of ranks.
+    """Writes a line that names the tests for this number of ranks, and a line for each as it ends.
 
     A test that never ends is in the first line only. Properties are those that the test recorded
     with ``record_property``.

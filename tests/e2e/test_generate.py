@@ -206,7 +206,8 @@ def test_questions_of_a_file_are_answered_as_each_alone(trained, capsys, tmp_pat
     messages = messages_of(asked, tmp_path)
     talks = []
     for message in messages:
-        (turn,), files = message["messages"], {k: v for k, v in message.items() if k != "messages"}
+        files = dict(message)
+        (turn,) = files.pop("messages")
         talk = [{"from": "human", "value": turn["content"]}, {"from": "gpt", "value": "known"}]
         talks.append({"conversations": talk} | files)
     *media, _, question = asked[0]

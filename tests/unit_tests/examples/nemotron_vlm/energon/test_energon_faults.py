@@ -40,7 +40,8 @@ def refused(
     """Let reads of a file fail; processes are forked from this one.
 
     Args:
-        stale_after: only of the first that each process opens, after so many reads of it.
+        stale_after: number of reads after which the file that a process opens first fails; None
+            lets each read fail.
     """
 
     def strike(data: Path) -> None:
