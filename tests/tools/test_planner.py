@@ -95,6 +95,29 @@ def test_frozen_weights_have_no_gradient_and_graphs_no_launches():
     assert compute(*graphs, **none) == whole < compute(*graphs) < compute()
 
 
+def test_attention_takes_the_squares_of_samples_in_packed_rows():
+    task = task_of("--model", LARGE, "--seq-length", "4096", world=1)
+    p, layouts = task.preset.language, task.options.layouts
+    task = replace(task, machine=replace(H200, overhead=dict.fromkeys(H200.overhead, 0.0)))
+    times = [
+        step_time(Plan(replace(task, squares=share * 4096**2), layouts))["compute"]
+        for share in (1.0, 0.25)
+    ]
+    (work,) = (language_layer(kind, p, layouts.language, layouts.batch).work for kind in "*")
+    saved = 0.75 * H200.seconds({"attention": work["attention"]})
+    number = 3 * p.hybrid_layer_pattern.count("*") * layouts.num_microbatches
+    assert times[0] - times[1] == pytest.approx(number * saved)
+
+
+@pytest.mark.parametrize(("vocabulary", "larger"), [(32768, "recomputed layer"), (131072, "loss")])
+def test_a_layer_runs_again_when_the_loss_is_freed(vocabulary, larger, monkeypatch):
+    monkeypatch.setattr(derived, "has_loss_kernel", lambda: True)
+    line = f"--device cuda --bf16 --plan 2 --model {LARGE} --vocab-size {vocabulary}"
+    again = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    (parts,) = memory.memory_of(plan_of(Run.of(f"{line} {again}".split(), 2))).values()
+    assert {"loss", "recomputed layer"} & parts.keys() == {larger}
+
+
 @pytest.mark.parametrize("kind", "*EG-M")
 def test_operations_of_a_layer_are_megatrons(kind):
     """Mamba-2 has heads as wide as Megatron takes them to be, twice the hidden size; the planner

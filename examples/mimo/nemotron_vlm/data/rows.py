@@ -91,6 +91,11 @@ class Rows:
         known = self._costs(self.split, low, high - low)[:, 0]
         return [known[np.array(row) - low] for row in samples]
 
+    def squares(self, samples: list[list[int]]) -> np.ndarray:
+        """Return the sum of each row's squared lengths of samples, float64 [rows]: their attention
+        is in proportion to it."""
+        return np.array([(of_row.astype(float) ** 2).sum() for of_row in self.tokens(samples)])
+
     def inputs(self, samples: list[list[int]], encoder: Encoder, width: int) -> list[np.ndarray]:
         """Return an encoder's inputs in each row, int64 [inputs, 5]: columns `SAMPLE` to `SIZE`."""
         low, high = self._bounds(samples)

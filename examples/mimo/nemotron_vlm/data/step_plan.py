@@ -100,9 +100,8 @@ class StepPlan:
         # What packed rows cost beyond what all rows cost alike: their attention.
         squares, packed = np.zeros(len(samples)), None
         if rows.packing:
-            tokens = rows.tokens(samples)
-            squares = np.array([(of_row.astype(float) ** 2).sum() for of_row in tokens])
-            packed = float(sum(map(np.sum, tokens)) / len(tokens)), float(squares.mean())
+            squares, tokens = rows.squares(samples), sum(map(np.sum, rows.tokens(samples)))
+            packed = float(tokens / len(samples)), float(squares.mean())
         placed = np.arange(len(samples)).reshape(count, dp, -1)
         size = 1 if apart else self.schedule.at_once(self.layouts.language.pp, count)
         if self.balance:

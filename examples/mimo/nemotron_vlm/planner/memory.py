@@ -3,7 +3,8 @@
 """Memory of a rank of every pipeline stage: state + activations × microbatches in flight.
 
 The peak is at the beginning of a backward, when all activations are kept; layers' temporary tensors
-are freed before. Of the data's rows, those with the largest images count.
+are freed before. The loss's are freed before a layer runs again. Of the data's rows, those with the
+largest images count.
 """
 
 import math
@@ -92,11 +93,10 @@ def _language_kept(plan: Plan, stage: int) -> dict[str, float]:
     in_chunks = [sum(map(kept.get, chunk)) for chunk in chunks]
     number = plan.layouts.num_microbatches
     logits = tokens_of(lay, batch) * p.vocab_size * (stage == lay.pp - 1)
-    return {
-        "language activations": width * most_in_flight(stage, lay, number, in_chunks),
-        "loss": plan.task.state.logit * logits,
-        "recomputed layer": width * max(running),
-    }
+    in_turn = {"loss": plan.task.state.logit * logits, "recomputed layer": width * max(running)}
+    larger = max(in_turn, key=in_turn.get)
+    in_flight = width * most_in_flight(stage, lay, number, in_chunks)
+    return {"language activations": in_flight, larger: in_turn[larger]}
 
 
 def most_in_flight(stage: int, lay: Layout, microbatches: int, kept: list[float]) -> float:

@@ -77,8 +77,8 @@ class Inputs:
         return self.most(encoder.kept(self.sizes, own, first, last), rows)
 
 
-def inputs_of(args: Namespace, preset: VLMPreset) -> tuple[Inputs, ...]:
-    """Return the inputs of each encoder.
+def rows_of(args: Namespace, preset: VLMPreset) -> tuple[tuple[Inputs, ...], float]:
+    """Return the inputs of each encoder, and the mean of rows' squared lengths of samples.
 
     Raises:
         UserError: the data cannot be opened, or the inputs do not fit the sequence.
@@ -100,7 +100,8 @@ def inputs_of(args: Namespace, preset: VLMPreset) -> tuple[Inputs, ...]:
     if tokens > args.seq_length:
         what = f"{words_of(preset, found)}: {tokens:.0f} tokens"
         raise UserError(f"{what} do not fit --seq-length {args.seq_length}")
-    return tuple(found)
+    squares = float(rows.squares(first).mean()) if packing else args.seq_length**2
+    return tuple(found), squares
 
 
 def words_of(preset: VLMPreset, inputs: tuple[Inputs, ...] | list[Inputs]) -> str:
@@ -128,13 +129,15 @@ class Task:
     """The run to plan.
 
     options: the run, whose layouts do not count. world: number of GPUs. machine: their figures.
-    inputs: of each encoder, in the preset's order. placements: those that may be chosen.
+    inputs: of each encoder, in the preset's order. squares: sum of the squared lengths of a mean
+    row's samples. placements: those that may be chosen.
     """
 
     options: Run
     world: int
     machine: Machine
     inputs: tuple[Inputs, ...]
+    squares: float
     state: StateBytes
     placements: tuple[str, ...] = PLACEMENTS
 
@@ -210,8 +213,8 @@ def task_of(options: Run, world: int, **figures: object) -> Task:
     """
     args = options.args
     machine = find_machine(args.plan_gpu, **{"gpus_per_node": args.plan_gpus_per_node} | figures)
-    inputs = inputs_of(args, options.preset)
-    return Task(options, world, machine, inputs, _state_of(args, machine.precision))
+    rows = rows_of(args, options.preset)
+    return Task(options, world, machine, *rows, _state_of(args, machine.precision))
 
 
 def plan_of(options: Run) -> Plan:

@@ -179,7 +179,9 @@ def _describe(plans: list[Plan], allowed: int) -> str:
     width = task.preset.language.hidden_size
     encoding = (each.mean(each.encoder.operations(each.sizes, width)) for each in task.inputs)
     # Megatron's own count of the language model's operations; what is recomputed does not count.
-    operations = num_floating_point_operations.__wrapped__(task.options.args, 1) + sum(encoding)
+    squares = {"seqlen_squared_sum_in_batch": task.squares}
+    operations = num_floating_point_operations.__wrapped__(task.options.args, 1, **squares)
+    operations += sum(encoding)
     rows = [{"": str(number)} | _row(plan, operations) for number, plan in enumerate(plans, 1)]
     memory = f"memory of the best, GiB of a rank by pipeline stage\n{memory_table(best)}"
     run = "run it with\n" + " \\\n    ".join(command(best))

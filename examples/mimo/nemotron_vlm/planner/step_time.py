@@ -88,6 +88,8 @@ def language_chunks(
     for kind in set(p.hybrid_layer_pattern) - {"|"}:
         layer = language_layer(kind, p, lay, batch)
         work = layer.work.copy()
+        if kind == "*":
+            work["attention"] *= task.squares / batch.seq_length**2
         if kind == "E":
             work["experts"] *= 1 + TILE / 2 * p.num_experts / lay.ep / (tokens * p.moe_router_topk)
         compute = passes * machine.seconds(work)

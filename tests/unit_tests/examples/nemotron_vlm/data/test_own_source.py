@@ -9,7 +9,7 @@ import pytest
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import make_source
-from examples.mimo.nemotron_vlm.planner.plan import inputs_of
+from examples.mimo.nemotron_vlm.planner.plan import rows_of
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_digits
 from tests.unit_tests.examples.nemotron_vlm.runs import options_of, trainer
 
@@ -30,7 +30,7 @@ def test_the_class_of_the_page_trains_and_takes_its_parameters(options):
     with trainer("--data", "sums.Sums:most=20,ask=copy", *options, "--eval-iters", "1") as run:
         assert run.train_step()["loss"] > 0
         source = run.source
-        assert inputs_of(run.args, run.session.run.preset)[0].sizes.any()
+        assert rows_of(run.args, run.session.run.preset)[0][0].sizes.any()
     texts = [source.text("test", number) for number in range(20)]
     answers = [source.words(text.labels[text.loss_mask > 0].tolist()) for text in texts]
     assert answers == [source.question("test", number).answer for number in range(20)]

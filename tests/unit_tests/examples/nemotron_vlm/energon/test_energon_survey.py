@@ -20,7 +20,7 @@ import yaml
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import make_source
-from examples.mimo.nemotron_vlm.data.rows import COUNTED, Packing, Rows
+from examples.mimo.nemotron_vlm.data.rows import COUNTED, Packing, Rows, best_fit
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
 from examples.mimo.nemotron_vlm.energon import files, stream
 from examples.mimo.nemotron_vlm.energon.__main__ import main
@@ -168,7 +168,8 @@ def test_it_recommends_a_length_and_tiles_and_says_what_others_leave_out(
 def test_it_is_what_the_planner_counts(omni_shards):
     tokenizer = omni_shards / "tokenizer"
     line = f"--data energon:{omni_shards} --tokenizer-model {tokenizer} --model tiny-omni"
-    planned = plan_of(Run.of([*line.split(), "--dynamic-resolution", "--seq-length", "64"], 1))
+    words = *line.split(), "--dynamic-resolution", "--seq-length", "64"
+    planned = plan_of(Run.of(words, 1))
     opened = source(omni_shards, encoder=omni(tokenizer), seq_length=64, seed=1234)
     for inputs, layout in planned.encoders:
         each = inputs.encoder
@@ -184,6 +185,10 @@ def test_it_is_what_the_planner_counts(omni_shards):
             assert inputs.most_kept(layout, rows, frozenset()) == pytest.approx(wanted)
             assert inputs.most_kept(layout, rows, frozenset([(each.name, "encoder")])) < wanted
         assert max(kept) > 1.2 * np.mean(kept)  # rows differ
+    packed = plan_of(Run.of([*words, "--pack", "--micro-batch-size", "1"], 1)).task.squares
+    lengths = [len(opened.text("train", number).input_ids) for number in range(1024)]
+    rows = best_fit([-(-length // 16) * 16 for length in lengths], 64)
+    assert packed == pytest.approx(sum(length**2 for length in lengths) / len(rows))
 
 
 def shards_of(reads) -> list[str]:
