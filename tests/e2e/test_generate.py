@@ -26,7 +26,7 @@ from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
 from tests.unit_tests.conftest import _environment_restored  # noqa: F401 (around each test)
 from tests.unit_tests.examples.nemotron_vlm.energon import digits_data as shards
 from tests.unit_tests.examples.nemotron_vlm.runs import DEVICE, OWN_DEFAULTS, trainer
-from tests.unit_tests.test_utilities import Utils
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
@@ -114,7 +114,7 @@ def trained(request, tmp_path_factory) -> Iterator[Trained]:
     path, name = tmp_path_factory.mktemp("generate"), request.param
     make, media = KINDS[name]
     source, options = make(path)
-    options += [*BATCH, "--seq-length", str(LENGTH)]
+    options += [*BATCH, "--seq-length", str(LENGTH), *(["--bf16"] if HAVE_CUDA else [])]
     theirs = save(whole_vlm(sound=name == "tiny-omni"), path / "theirs")
     convert("hf-to-megatron", "--vlm", theirs, "--model", name, "--out", path / "first")
     with trainer(*options, *loading(path / "first")) as run:
