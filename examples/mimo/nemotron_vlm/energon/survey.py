@@ -42,7 +42,7 @@ from examples.mimo.nemotron_vlm.energon.videos import Extent
 from megatron.core.dist_checkpointing.managed_queue import end_with_rank
 from megatron.energon.flavors.webdataset.config import MAIN_FOLDER_NAME
 
-FORMAT = 8
+FORMAT = 9
 STATES = ("good", "unreadable shard", "bad text", "bad image", "bad sound", "bad video")
 STATES += (Excluded.kind, "too long")
 """Names of the states; a survey does not depend on the sequence length, and has no 'too long'."""

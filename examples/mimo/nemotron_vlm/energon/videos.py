@@ -64,7 +64,8 @@ class Watching:
                 if not container.streams.video:
                     raise BadMedium("an MP4 file without video")
                 stream = container.streams.video[0]
-                count, fps = _count(container, stream), float(stream.average_rate or 0)
+                count = _count(container, stream, _is_whole(files[0]))
+                fps = float(stream.average_rate or 0)
                 chosen = self._taken(count, fps)
                 wanted, numbered = set(chosen), enumerate(container.decode(stream))
                 frames = [_upright(frame) for number, frame in numbered if number in wanted]
@@ -126,10 +127,26 @@ def _upright(frame: Any) -> np.ndarray:
     return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), round(degrees / 90)))
 
 
-def _count(container: Any, stream: Any) -> int:
-    """Return the number of frames of a stream; count them if its header does not say."""
-    if stream.frames:
-        return stream.frames
-    count = sum(packet.size > 0 for packet in container.demux(stream))
+def _count(container: Any, stream: Any, is_whole: bool) -> int:
+    """Return the number of frames of a stream that are shown, if none is missing.
+
+    A header may have only those of the first fragment, or also those that an edit list leaves out.
+    From a key frame to where a clip was cut, an edit list hides frames, which are not decoded.
+
+    Args:
+        is_whole: whether the file is; else the header has what is missing.
+    """
+    hidden = [packet.is_discard for packet in container.demux(stream) if packet.size]
     container.seek(0)
-    return count
+    return max(0 if is_whole else stream.frames, len(hidden)) - sum(hidden)
+
+
+def _is_whole(data: bytes) -> bool:
+    """Return whether an MP4 file has its media data (``mdat``) to the end."""
+    start, kind = 0, b""
+    while start + 8 <= len(data):
+        size, kind = int.from_bytes(data[start : start + 4]), data[start + 4 : start + 8]
+        if size == 1:
+            size = int.from_bytes(data[start + 8 : start + 16])
+        start += size or len(data) - start
+    return start <= len(data) or kind != b"mdat"

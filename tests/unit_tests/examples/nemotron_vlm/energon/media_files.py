@@ -101,6 +101,20 @@ def mp4(clockwise: str = "0", **options: str) -> bytes:
     return data[:head] + data[head:].replace(*matrices, 1)
 
 
+def cut(clip: bytes, frames: int) -> bytes:
+    """Return a clip without its first frames, as a program cuts it that encodes nothing anew: they
+    are in the file, and its edit list hides them."""
+    file, options = io.BytesIO(), {"avoid_negative_ts": "disabled"}
+    with av.open(io.BytesIO(clip)) as whole, av.open(file, "w", "mp4", options) as part:
+        stream = whole.streams.video[0]
+        copy = part.add_stream_from_template(stream)
+        start = round(frames / stream.average_rate / stream.time_base)
+        for packet in (each for each in whole.demux(stream) if each.size):
+            packet.pts, packet.dts, packet.stream = packet.pts - start, packet.dts - start, copy
+            part.mux(packet)
+    return file.getvalue()
+
+
 def sound(samples: np.ndarray, rate: int = 16000, kind="WAV", depth="PCM_16") -> bytes:
     """Return a file of samples from -1 to 1, [samples] or [samples, channels]."""
     file = io.BytesIO()

@@ -8,9 +8,11 @@ same libraries. That pixels are cut into their patches and tubelets is in test_m
 Conversations have the ids that the processor of Nemotron 3 Nano Omni gives in transformers.
 """
 
+import io
 from functools import partial
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -135,6 +137,28 @@ def test_a_file_is_what_transformers_reads(name, tmp_path):
     path = tmp_path / "file.wav"
     path.write_bytes(data)
     check(path)
+
+
+def test_a_clip_has_all_frames_that_are_shown_whatever_its_header_counts():
+    """It was cut from a longer one, or written in fragments, of which the header has the first."""
+    _, every = READER.video.frames_of((media_files.mp4(),), 0.0)
+    in_pieces = media_files.mp4(frag_duration="400000")
+    for data, counted, shown in (
+        (media_files.cut(media_files.mp4(), 2), 5, 3),
+        (in_pieces, 2, 5),
+    ):
+        with av.open(io.BytesIO(data)) as container:
+            assert container.streams.video[0].frames == counted
+        extent, frames = READER.video.frames_of((data,), 0.0)
+        assert extent.frames == shown and np.array_equal(frames, every[-shown:])
+
+
+def test_a_clip_that_ends_between_two_frames_is_damaged():
+    data = media_files.mp4(moov_size="5000")  # the header comes first
+    with av.open(io.BytesIO(data)) as container:
+        end = [packet.pos for packet in container.demux(video=0) if packet.size][-1]
+    with pytest.raises(BadMedium, match="4 of 5 frames"):
+        READER.video.frames_of((data[:end],), 0.0)
 
 
 def test_a_damaged_jpeg_is_refused_alike_if_it_is_only_measured():
