@@ -3,6 +3,7 @@
 """Sound files as mono waveforms of the encoder's sampling rate."""
 
 import io
+import re
 
 import numpy as np
 import torch
@@ -12,6 +13,12 @@ from examples.mimo.nemotron_vlm.model.media_sizes import SAMPLING_RATE, SHORTEST
 
 RATES = range(1000, 1_000_001)
 """Samples in a second that a file may have."""
+
+LONGEST = 1 << 62
+"""More samples stand for a number that is not known, as in FLAC that was written to a pipe."""
+
+COUNTED = re.compile(rb"(?:Xing|Info)\0{3}[^\0\x02\x04\x06\x08\x0a\x0c\x0e]", re.DOTALL)
+"""What the first frame of an MP3 file has if it says how many frames there are."""
 
 LOUDEST = 16
 """Largest sample: files of floats may exceed the full scale, 1, but not by more than 24 dB."""
@@ -35,7 +42,11 @@ def read_sound(data: bytes) -> torch.Tensor:
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             rate, count = file.samplerate, file.frames
-            samples = file.read(dtype="float32", always_2d=True).T
+            if count > LONGEST:
+                raise BadMedium("its header does not say how many samples it has: convert it")
+            if file.format == "MP3" and not _is_counted(data):
+                count = 0
+            samples = file.read(file.frames, "float32", always_2d=True).T
     except soundfile.LibsndfileError as error:
         line = f"damaged, or in a format that is not read: {error.error_string}"
         raise BadMedium(line) from error
@@ -53,6 +64,16 @@ def read_sound(data: bytes) -> torch.Tensor:
         sound = soxr.resample(sound, rate, SAMPLING_RATE, quality="soxr_hq")
         sound = np.pad(sound, (0, max(0, size - len(sound))))[:size]
     return torch.from_numpy(np.ascontiguousarray(sound))
+
+
+def _is_counted(data: bytes) -> bool:
+    """Return whether an MP3 file says how many frames it has; else libsndfile guesses it."""
+    tag = 0  # of ID3, before the first frame: each byte of its length has seven bits
+    if data[:3] == b"ID3":
+        for byte in data[6:10]:
+            tag = tag << 7 | byte
+        tag += 10
+    return COUNTED.search(data, tag, tag + 256) is not None
 
 
 def _is_cut_short(data: bytes) -> bool:

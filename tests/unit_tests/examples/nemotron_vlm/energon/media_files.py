@@ -129,6 +129,19 @@ def noise(rate: int = 16000, channels: int = 1, kind="WAV", depth="PCM_16") -> b
     return sound(samples, rate, kind, depth)
 
 
+def without_length() -> bytes:
+    """Return an MP3 file as a radio sends it, whose frames no header counts."""
+    file, samples = io.BytesIO(), np.float32(np.sin(np.arange(32256) / 9) / 9)
+    with av.open(file, "w", format="mp3", options={"write_xing": "0"}) as container:
+        stream = container.add_stream("libmp3lame", rate=16000, layout="mono")
+        for part in np.split(samples, 56):
+            frame = av.AudioFrame.from_ndarray(part[None], format="fltp", layout="mono")
+            frame.sample_rate = 16000
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
 SOUNDS = {
     f"{kind} {depth}, {rate} × {channels}": noise(rate, channels, kind, depth)
     for rate, channels, kind, depth in (
@@ -142,6 +155,7 @@ SOUNDS = {
         (8000, 1, "WAV", "ULAW"),
     )
 }
+SOUNDS["MP3 without its length"] = without_length()
 SOUNDS["WAV FLOAT, louder than the full scale"] = sound(np.linspace(-4, 4, 999), depth="FLOAT")
 _whole, _length = noise(), b"\xff" * 4
 SOUNDS["WAV from a pipe, without a length"] = b"".join(

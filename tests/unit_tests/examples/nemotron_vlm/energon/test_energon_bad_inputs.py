@@ -55,6 +55,12 @@ def of_sound(value: float, rate: int = 16000) -> dict[str, bytes]:
     return with_media(wav=sound(np.append(np.zeros(999), value), rate, depth="FLOAT"))
 
 
+def from_a_pipe() -> bytes:
+    """Return a FLAC file that does not say how many samples it has."""
+    data = noise(kind="FLAC")
+    return data[:21] + bytes([data[21] & 0xF0, 0, 0, 0, 0]) + data[26:]
+
+
 TEXTS = [
     (of(b"{"), "its json is damaged"),
     (of(b"[" * 100_000), ""),
@@ -97,6 +103,11 @@ MEDIA = [
     (with_media(wav=sound(np.zeros(319))), "bad sound: sound 1: 319 samples, .* less than 320"),
     (with_media(wav=noise()[:-2]), "bad sound: sound 1: damaged: .* shorter than its header"),
     (with_media(flac=noise(kind="FLAC")[:-200]), "bad sound: sound 1: "),
+    (with_media(flac=from_a_pipe()), "bad sound: .* does not say how many samples it has: convert"),
+    (
+        with_media(mp3=noise(kind="MP3", depth="MPEG_LAYER_III")[:-400]),
+        "bad sound: sound 1: damaged: .* shorter than its header",
+    ),
     (
         with_media(**{"video.0.png": PNG, "video.1.png": digits_data.image(24, 32)}),
         "bad video: video 1: 2 of 2 frames, of 2 sizes",
@@ -184,3 +195,9 @@ def test_a_missing_package_ends_a_survey(
     words = [str(tmp_path), "--tokenizer-model", str(tokenizer), "--model", "tiny-omni"]
     assert main([*words, "--dynamic-resolution", "--workers", workers]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"error: {said}"
+
+
+def test_a_codec_that_cannot_seek_is_no_damage():
+    data = noise(8000, depth="GSM610")
+    (read,) = digits_data.READER.read([Medium(SOUND, (data,))])
+    assert read.extent.size >= 4000
