@@ -12,6 +12,7 @@ import base64
 import errno
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from examples.mimo.nemotron_vlm.data import SUFFIXES
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation, Unreadable
 from examples.mimo.nemotron_vlm.energon.record_files import open_file
 from examples.mimo.nemotron_vlm.energon.records import (
+    FRAME,
     ITEMS,
     SOURCES,
     decode_text,
@@ -57,6 +59,9 @@ OF_THE_PATH = {
 
 CHUNK = 256
 """Samples that one process surveys at a time, as it does a shard."""
+
+LEFT_BY_PROGRAMS = re.compile(r"\.|(?i:thumbs\.db|desktop\.ini)$")
+"""Beginnings of names of files that programs leave in folders, which are no frames of a clip."""
 
 UNNAMED = {"image": "png", "video": "mp4", "audio": "wav", "sound": "wav"}
 """Suffix in a sample of media that have no name; their bytes decide how they are read."""
@@ -158,8 +163,12 @@ class FileSet(DataSet):
                 yield (name if known else f"{kind}{number}.{UNNAMED[kind]}"), content
             elif kind == "video" and file.is_dir():
                 frames = sorted(file.iterdir(), key=lambda frame: numerically(frame.name))
+                frames = [frame for frame in frames if not LEFT_BY_PROGRAMS.match(frame.name)]
                 for place, frame in enumerate(frames):
-                    yield f"video{number}.{place}{frame.suffix}", frame
+                    name = f"video{number}.{place}{frame.suffix}"
+                    if not FRAME.fullmatch(name):
+                        raise BadConversation(f"its video {path} has {frame.name}, no image")
+                    yield name, frame
             elif kind_of(name) is ITEMS[kind]:
                 yield name, file
             else:

@@ -1,0 +1,58 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Files of records as people have them: what their folders hold, and how they were written."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.mimo.nemotron_vlm.energon.source import EnergonSource
+from tests.unit_tests.examples.nemotron_vlm.energon import digits_data
+from tests.unit_tests.examples.nemotron_vlm.energon.media_files import sound
+from tests.unit_tests.examples.nemotron_vlm.energon.templates import CHATML
+
+PNG = digits_data.image(16, 16)
+ANSWER = {"role": "assistant", "content": "7"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    return digits_data.byte_tokenizer(path, CHATML, ["<image>", "<so_embedding>"])
+
+
+def opened(file: Path, tokenizer: Path, *records: dict) -> EnergonSource:
+    """Write records, a line each, and open the folder's data set."""
+    (file / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
+    made = digits_data.omni(tokenizer)
+    return digits_data.source(file, tokenizer, encoder=made, seq_length=4096)
+
+
+def asked(*items: dict) -> dict:
+    return {"messages": [{"role": "user", "content": [*items]}, ANSWER]}
+
+
+def reasons(source: EnergonSource) -> list[str]:
+    ((_, survey, _),) = source._stream("train")._numbered
+    return [sample.reason for sample in survey.bad]
+
+
+@pytest.mark.parametrize("left", [".DS_Store", "._1.png", "Thumbs.db", "desktop.ini"])
+def test_what_a_program_leaves_in_a_clips_folder_is_no_frame(tmp_path, tokenizer, left):
+    (tmp_path / "clip").mkdir()
+    for name, data in (("1.png", PNG), ("2.png", PNG), (left, b"something")):
+        (tmp_path / "clip" / name).write_bytes(data)
+    source = opened(tmp_path, tokenizer, asked({"type": "video", "path": "clip"}))
+    assert source.text("train", 0).loss_mask.sum() > 0
+    assert [len(tubelets) for tubelets in source.inputs("train", 0, "images")] == [1]
+
+
+def test_another_file_in_a_clips_folder_is_named(tmp_path, tokenizer):
+    (tmp_path / "clip").mkdir()
+    (tmp_path / "clip" / "1.png").write_bytes(PNG)
+    (tmp_path / "clip" / "sound.wav").write_bytes(sound(np.zeros(999)))
+    clip = asked({"type": "video", "path": "clip"})
+    source = opened(tmp_path, tokenizer, clip, {"messages": [{**ANSWER, "role": "user"}, ANSWER]})
+    assert reasons(source) == ["its video clip has sound.wav, no image"]
