@@ -33,6 +33,7 @@ from examples.mimo.nemotron_vlm.energon.records import (
 )
 from examples.mimo.nemotron_vlm.energon.store import CONFIGURED, PARTS, DataSet, EmptySplit
 from examples.mimo.nemotron_vlm.energon.units import stamp
+from examples.mimo.nemotron_vlm.model.names import SOUND
 from megatron.energon import CrudeSample
 from megatron.energon.dataset_config import load_config
 from megatron.energon.epathlib import EPath
@@ -157,6 +158,7 @@ class FileSet(DataSet):
         for number, (kind, given) in enumerate(_named_media(record)):
             path, content = _path_and_bytes(kind, given, bytes_too)
             file = self.path / str(path)
+            kind = "audio" if ITEMS[kind] == SOUND else kind  # a sample's sounds have one order
             name = f"{kind}{number}{file.suffix}"
             if content is not None:
                 known = kind_of(name) is ITEMS[kind]

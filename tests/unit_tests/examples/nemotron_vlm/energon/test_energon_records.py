@@ -56,3 +56,12 @@ def test_another_file_in_a_clips_folder_is_named(tmp_path, tokenizer):
     clip = asked({"type": "video", "path": "clip"})
     source = opened(tmp_path, tokenizer, clip, {"messages": [{**ANSWER, "role": "user"}, ANSWER]})
     assert reasons(source) == ["its video clip has sound.wav, no image"]
+
+
+def test_sounds_have_the_order_of_their_items(tmp_path, tokenizer):
+    for number, length in enumerate((3200, 6400, 1600)):
+        (tmp_path / f"{number}.wav").write_bytes(sound(np.zeros(length)))
+    kinds = "sound", "audio", "sound"
+    items = ({"type": kind, "path": f"{number}.wav"} for number, kind in enumerate(kinds))
+    source = opened(tmp_path, tokenizer, asked(*items))
+    assert [*map(len, source.inputs("train", 0, "sound"))] == [3200, 6400, 1600]
