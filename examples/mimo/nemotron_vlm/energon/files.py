@@ -64,6 +64,9 @@ CHUNK = 256
 LEFT_BY_PROGRAMS = re.compile(r"\.|(?i:thumbs\.db|desktop\.ini)$")
 """Beginnings of names of files that programs leave in folders, which are no frames of a clip."""
 
+LINE = 400
+"""Most characters of a path in a message."""
+
 UNNAMED = {"image": "png", "video": "mp4", "audio": "wav", "sound": "wav"}
 """Suffix in a sample of media that have no name; their bytes decide how they are read."""
 
@@ -142,7 +145,7 @@ class FileSet(DataSet):
         except OSError as error:
             if error.errno in OF_THE_PATH:
                 text = (error.strerror or "").lower()
-                raise BadConversation(f"{error.filename}: {text}") from error
+                raise BadConversation(f"{_short(str(error.filename))}: {text}") from error
             raise Unreadable(one_line(error)) from error
         return whole
 
@@ -174,7 +177,7 @@ class FileSet(DataSet):
             elif kind_of(name) is ITEMS[kind]:
                 yield name, file
             else:
-                raise BadConversation(f"its {kind} {path} has the name of no {kind} file")
+                raise BadConversation(f"its {kind} {_short(path)} has the name of no {kind} file")
 
 
 class FileReference:
@@ -254,6 +257,11 @@ def _named_media(record: Any) -> Iterator[tuple[str, Any]]:
             for key in SOURCES[1:] if kind in tuple(ITEMS) else ():
                 if item.get(key) is not None:
                     yield kind, item[key]
+
+
+def _short(path: str) -> str:
+    """Return a path as it stands in a line; what is too long for a path may be base64."""
+    return path if len(path) <= LINE else f"{path[:LINE]}…"
 
 
 def _path_and_bytes(kind: str, given: Any, bytes_too: bool) -> tuple[Any, bytes | None]:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of records as people have them: what their folders hold, and how they were written."""
 
+import base64
 import json
 from pathlib import Path
 
@@ -65,3 +66,12 @@ def test_sounds_have_the_order_of_their_items(tmp_path, tokenizer):
     items = ({"type": kind, "path": f"{number}.wav"} for number, kind in enumerate(kinds))
     source = opened(tmp_path, tokenizer, asked(*items))
     assert [*map(len, source.inputs("train", 0, "sound"))] == [3200, 6400, 1600]
+
+
+def test_base64_in_the_place_of_a_path_does_not_fill_the_screen(tmp_path, tokenizer):
+    text = {"messages": [{**ANSWER, "role": "user"}, ANSWER]}
+    whole = base64.b64encode(bytes(99999)).decode()
+    source = opened(
+        tmp_path, tokenizer, text, text | {"image": whole}, text | {"image": f"{whole}.png"}
+    )
+    assert len(reasons(source)) == 2 and all(len(reason) < 500 for reason in reasons(source))
