@@ -9,6 +9,7 @@ is read without its media's bytes.
 import hashlib
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -133,7 +134,8 @@ def _spans(file: Path, data: bytes) -> Iterable[tuple[int, int]]:
         return
     text = data.decode("latin-1")  # a character is a byte, and JSON's own signs are in ASCII
     decoder = json.JSONDecoder()
-    place, sign = SPACE.match(text).end(), "["
+    first = len(BOM_UTF8) if data.startswith(BOM_UTF8) else 0
+    place, sign = SPACE.match(text, first).end(), "["
     try:
         while text[place : place + 1] == sign:
             place = SPACE.match(text, place + 1).end()

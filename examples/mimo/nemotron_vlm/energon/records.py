@@ -17,7 +17,7 @@ Two kinds of energon's samples are read:
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -57,7 +57,8 @@ ITEMS = {"image": IMAGES, "video": VIDEO, "audio": SOUND, "sound": SOUND}
 """Types of the items of a message's content, beside text."""
 SOURCES = "type", "path", "url", "image", "video", "audio", "sound"
 """Keys of an item of a medium; its file is the sample's."""
-DECODERS = {"json": json.loads, "txt": bytes.decode}
+DECODERS = {"json": json.loads, "txt": partial(str, encoding="utf-8-sig")}
+"""Decoders of texts; those of some editors begin with a byte order mark."""
 
 
 class MediaFile(str):

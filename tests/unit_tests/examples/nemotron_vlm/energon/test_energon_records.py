@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from examples.mimo.nemotron_vlm.energon.source import EnergonSource
 from tests.unit_tests.examples.nemotron_vlm.energon import digits_data
@@ -15,6 +16,7 @@ from tests.unit_tests.examples.nemotron_vlm.energon.media_files import sound
 from tests.unit_tests.examples.nemotron_vlm.energon.templates import CHATML
 
 PNG = digits_data.image(16, 16)
+TEXT = {"type": "text", "text": "3 + 4"}
 ANSWER = {"role": "assistant", "content": "7"}
 
 
@@ -75,3 +77,20 @@ def test_base64_in_the_place_of_a_path_does_not_fill_the_screen(tmp_path, tokeni
         tmp_path, tokenizer, text, text | {"image": whole}, text | {"image": f"{whole}.png"}
     )
     assert len(reasons(source)) == 2 and all(len(reason) < 500 for reason in reasons(source))
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path, tokenizer):
+    """Some editors write it, before JSON as before a caption."""
+    for name, mark in (("a", ""), ("b", "\ufeff")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "list.json").write_text(mark + json.dumps([asked(TEXT), asked(TEXT)]))
+        (folder / "lines.jsonl").write_text(f"{mark}{json.dumps(asked(TEXT))}\n" * 2)
+        caption = {"png": PNG, "txt": f"{mark}a cat\r\n".encode()}
+        digits_data.make_shard(folder, [caption], digits_data.CRUDE)
+        digits_data.survey(folder, tokenizer, ["train"], [digits_data.omni])
+    made = {"encoder": digits_data.omni(tokenizer), "seq_length": 4096}
+    for file in ("list.json", "lines.jsonl", ""):
+        sources = (digits_data.source(tmp_path / n / file, tokenizer, **made) for n in "ab")
+        texts = [source.text("train", 0) for source in sources]
+        assert all(map(torch.equal, *texts))
