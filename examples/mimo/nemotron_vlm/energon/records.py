@@ -44,10 +44,13 @@ ENTRIES = {"conversations": ("from", "value"), "messages": ("role", "content")}
 """Keys of a turn's role and content."""
 SPEAKERS = {"human": "user", "gpt": "assistant"}
 
-PICTURES = FORMATS.keys() | {"avif", "dng", "heic", "heif", "jp2", "jxl", "svg", "webp"}
+PICTURES = FORMATS.keys() | set(
+    "arw avif cr2 cr3 dds dng exr hdr heic heif jp2 jxl nef qoi svg svgz webp".split()
+)
+SOUNDS = "wav flac mp3 ogg oga opus aac aif aifc aiff amr au caf m4a m4b mka mp2 spx weba wma"
+CLIPS = "mp4 3g2 3gp avi flv m2ts m4v mkv mov mpeg mpg mts ogv webm wmv"
 SUFFIXES = dict.fromkeys(PICTURES, IMAGES)
-SUFFIXES |= dict.fromkeys(("wav", "flac", "aac", "m4a", "mp3", "ogg", "opus"), SOUND)
-SUFFIXES |= dict.fromkeys(("mp4", "avi", "mkv", "mov", "webm"), VIDEO)
+SUFFIXES |= dict.fromkeys(SOUNDS.split(), SOUND) | dict.fromkeys(CLIPS.split(), VIDEO)
 """Kinds of media by suffix; a file in a format that its decoder does not read is a bad one."""
 
 FRAME = re.compile(rf"(?i)(video\d*)\.\d+\.(?:{'|'.join(PICTURES)})")

@@ -100,6 +100,8 @@ MEDIA = [
     (of_sound(-17), "bad sound: sound 1: a sample of 17: .* -1 to 1, 16 at most"),
     (of_sound(0, 7), "bad sound: sound 1: 7 samples a second; from 1000 to 1000000 are read"),
     (with_media(aac=b"something"), "bad sound: sound 1: damaged, or in a format that is not read"),
+    (with_media(wma=b"something"), "bad sound: sound 1: damaged, or in a format that is not read"),
+    (with_media(mpg=b"something"), "bad video: video 1: frame 1: damaged, or in a format that is"),
     (with_media(wav=sound(np.zeros(319))), "bad sound: sound 1: 319 samples, .* less than 320"),
     (with_media(wav=noise()[:-2]), "bad sound: sound 1: damaged: .* shorter than its header"),
     (with_media(flac=noise(kind="FLAC")[:-200]), "bad sound: sound 1: "),
