@@ -106,7 +106,7 @@ class ParquetFile:
         group = int(np.searchsorted(self._ends, number, side="right")) - 1
         place = number - int(self._ends[group])
         text, record = (
-            self._load(group, each).slice(place, 1).to_pylist()[0]
+            _without_nulls(self._load(group, each).slice(place, 1).to_pylist()[0])
             for each in (False, whole and self._has_media)
         )
         return json.dumps(text, default=_plain).encode(), record
@@ -120,6 +120,16 @@ def open_file(file: Path) -> JsonFile | ParquetFile:
 @lru_cache(maxsize=64)
 def _opened(file: Path, _stamp: tuple[int, ...]) -> JsonFile | ParquetFile:
     return (ParquetFile if file.suffix == ".parquet" else JsonFile)(file)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value whose objects have no keys without a value.
+
+    All objects of a column have the same keys in Parquet, as the arguments of all calls of tools.
+    """
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> int | str:

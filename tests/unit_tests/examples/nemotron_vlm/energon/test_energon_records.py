@@ -94,3 +94,27 @@ def test_a_byte_order_mark_is_no_text(tmp_path, tokenizer):
         sources = (digits_data.source(tmp_path / n / file, tokenizer, **made) for n in "ab")
         texts = [source.text("train", 0) for source in sources]
         assert all(map(torch.equal, *texts))
+
+
+def test_arguments_of_tools_are_in_parquet_what_they_are_in_lines(tmp_path, tokenizer):
+    """A column's objects have all keys that any of them has."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    calls = (
+        {"name": "add", "arguments": {"numbers": [1, 2]}},
+        {"name": "now", "arguments": {"h": 5}},
+    )
+    records = [
+        {
+            "messages": [
+                {"role": "user", "content": "?"},
+                {"role": "assistant", "tool_calls": [call]},
+            ]
+        }
+        for call in ({"function": each} for each in calls)
+    ]
+    (tmp_path / "lines").mkdir()
+    lines = opened(tmp_path / "lines", tokenizer, *records)
+    parquet.write_table(arrow.Table.from_pylist(records), tmp_path / "train.parquet")
+    rows = digits_data.source(tmp_path, tokenizer, encoder=lines._encoder, seq_length=4096)
+    for number in range(2):
+        assert all(map(torch.equal, rows.text("train", number), lines.text("train", number)))
