@@ -26,6 +26,7 @@ from examples.mimo.nemotron_vlm.energon.chat_template import MODES
 from examples.mimo.nemotron_vlm.energon.conversation import VIDEO
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.errors import MissingPackage
+from examples.mimo.nemotron_vlm.energon.files import FileSet
 from examples.mimo.nemotron_vlm.energon.images import Tiling
 from examples.mimo.nemotron_vlm.energon.store import PARTS, DataSet, EmptySplit, open_split
 from examples.mimo.nemotron_vlm.energon.survey import (
@@ -69,7 +70,9 @@ def main(arguments: list[str] | None = None) -> int:
                 print(error)
                 continue
             for dataset in datasets:
-                survey = None if given.again else load_survey(dataset, encoder, given.surveys)
+                # A name of a survey hashes records, not the files of their media.
+                is_new = given.again or isinstance(dataset, FileSet)
+                survey = None if is_new else load_survey(dataset, encoder, given.surveys)
                 survey = survey or make_survey(
                     dataset, encoder, given.surveys, given.workers, given.again
                 )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from examples.mimo.nemotron_vlm.energon.__main__ import main
 from examples.mimo.nemotron_vlm.energon.source import EnergonSource
 from tests.unit_tests.examples.nemotron_vlm.energon import digits_data
 from tests.unit_tests.examples.nemotron_vlm.energon.media_files import sound
@@ -118,3 +119,19 @@ def test_arguments_of_tools_are_in_parquet_what_they_are_in_lines(tmp_path, toke
     rows = digits_data.source(tmp_path, tokenizer, encoder=lines._encoder, seq_length=4096)
     for number in range(2):
         assert all(map(torch.equal, rows.text("train", number), lines.text("train", number)))
+
+
+def test_a_survey_with_the_tool_reads_media_that_were_mended(tmp_path, tokenizer, capsys, reads):
+    (tmp_path / "0.png").write_bytes(PNG)
+    (tmp_path / "1.png").write_bytes(PNG[:-30])
+    records = [asked({"type": "image", "path": f"{number}.png"}, TEXT) for number in range(3)]
+    assert opened(tmp_path, tokenizer, *records).left_out("train").total() == 2
+    for name in ("1.png", "2.png"):
+        (tmp_path / name).write_bytes(PNG)
+    options = ["--tokenizer-model", str(tokenizer), "--model", "tiny-omni", "--dynamic-resolution"]
+    for count in (3, 0):  # the second time, nothing has changed
+        reads.clear()
+        assert main([str(tmp_path), *options]) == 0
+        assert "3 samples in 1 shards, 3 good" in capsys.readouterr().out
+        assert len(reads) == count
+    assert opened(tmp_path, tokenizer, *records).left_out("train").total() == 0
