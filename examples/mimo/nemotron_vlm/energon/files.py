@@ -111,8 +111,14 @@ class FileSet(DataSet):
         self.subset = range(size)
 
     def name(self, index: int) -> str:
-        """Return ``file:line`` of a record, in Parquet ``file:row``."""
-        return f"{self._file.name}:{self._records.places[self._numbers[index]]}"
+        """Return ``file:line`` of a record, in Parquet ``file:row``.
+
+        Where others share its line, its number follows, counted from 1.
+        """
+        number, places = int(self._numbers[index]), self._records.places
+        near = places[max(0, number - 1) : number + 2]
+        more = f" record {number + 1}" if (near == places[number]).sum() > 1 else ""
+        return f"{self._file.name}:{places[number]}{more}"
 
     def state_of(self, number: int) -> str:
         """Return the hash of all that a run of records follows from: texts, names and media.

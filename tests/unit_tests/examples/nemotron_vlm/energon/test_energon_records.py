@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from examples.mimo.nemotron_vlm.energon.__main__ import main
+from examples.mimo.nemotron_vlm.energon.files import FileSet
 from examples.mimo.nemotron_vlm.energon.source import EnergonSource
 from tests.unit_tests.examples.nemotron_vlm.energon import digits_data
 from tests.unit_tests.examples.nemotron_vlm.energon.media_files import sound
@@ -135,3 +136,11 @@ def test_a_survey_with_the_tool_reads_media_that_were_mended(tmp_path, tokenizer
         assert "3 samples in 1 shards, 3 good" in capsys.readouterr().out
         assert len(reads) == count
     assert opened(tmp_path, tokenizer, *records).left_out("train").total() == 0
+
+
+def test_a_record_that_shares_its_line_is_named_by_its_number(tmp_path):
+    """As json.dump writes a list, all are in one line."""
+    (tmp_path / "a.json").write_text('[{"a": 1},\n{"a": 2}, {"a": 3}, {"a": 4}]')
+    found = FileSet(tmp_path / "a.json", None)
+    wanted = ["a.json:1", *(f"a.json:2 record {number}" for number in (2, 3, 4))]
+    assert [*map(found.name, range(4))] == wanted
