@@ -18,6 +18,9 @@ from examples.mimo.nemotron_vlm.model.media_sizes import ClipGrids
 MP4 = b"ftyp"
 """Bytes 4 to 7 of an MP4 file."""
 
+STILLS = b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1"
+"""Bytes 8 to 11 of images that begin like an MP4 file."""
+
 
 class Extent(NamedTuple):
     """The facts of an image, a sound or a clip that its text follows from.
@@ -55,7 +58,7 @@ class Watching:
             MissingPackage: it is MP4, and PyAV is not installed.
             Exception: PyAV finds it damaged.
         """
-        if files[0][4:8] == MP4:
+        if files[0][4:8] == MP4 and files[0][8:12] not in STILLS:
             try:
                 import av
             except ModuleNotFoundError as error:

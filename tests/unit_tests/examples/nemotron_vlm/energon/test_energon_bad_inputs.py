@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, features
 
 from examples.mimo.nemotron_vlm.energon import images
 from examples.mimo.nemotron_vlm.energon.__main__ import main
@@ -203,3 +203,10 @@ def test_a_codec_that_cannot_seek_is_no_damage():
     data = noise(8000, depth="GSM610")
     (read,) = digits_data.READER.read([Medium(SOUND, (data,))])
     assert read.extent.size >= 4000
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="Pillow has no decoder of AVIF")
+def test_frames_that_begin_as_mp4_does_are_images():
+    files = tuple(saved(Image.new("RGB", (16, 16), (60 * n, 0, 0)), "AVIF") for n in range(4))
+    extent, frames = digits_data.READER.video.frames_of(files, 2.0)
+    assert len(frames) == extent.frames == 4 and extent.fps == 2
