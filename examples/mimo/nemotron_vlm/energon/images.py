@@ -32,6 +32,8 @@ FORMATS = {
 
 TURNED = range(5, 9)
 """Orientations of EXIF that turn an image by a quarter."""
+PHOTOMETRIC = 262
+"""Tag of TIFF that is 0 if 0 is white, as in X-rays; Pillow heeds it up to 8 bits."""
 LONGEST = (1 << 15) - 1
 """Most patches of a side of an image or a frame, and most tubelets of a clip."""
 
@@ -137,7 +139,7 @@ def open_image(data: bytes, small: bool = False) -> tuple[Image.Image, tuple[int
         image = ImageOps.exif_transpose(file)
         size = size if is_smaller else image.size
     if image.mode.startswith("I;16") or (image.mode == "I" and file.format in ("PNG", "PPM")):
-        return _of_16_bits(image), size
+        return _of_16_bits(image, getattr(file, "tag_v2", {}).get(PHOTOMETRIC) == 0), size
     if image.mode in "IF":
         raise BadMedium(f"Pillow's mode {image.mode}: convert its greys of 32 bits to 8 or 16 bits")
     if image.mode.endswith(("A", "a")) or image.info.get("transparency") is not None:
@@ -146,8 +148,9 @@ def open_image(data: bytes, small: bool = False) -> tuple[Image.Image, tuple[int
     return image.convert("RGB"), size
 
 
-def _of_16_bits(image: Image.Image) -> Image.Image:
+def _of_16_bits(image: Image.Image, is_negative: bool) -> Image.Image:
     greys = np.asarray(image).astype(np.int32)
+    greys = 65535 - greys if is_negative else greys
     shown = ((greys + 128) // 257).astype(np.uint8)
     if (transparent := image.info.get("transparency")) is not None:
         shown[greys == transparent] = 255

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever a sample holds, it is read, or a survey counts and names it in a line."""
 
+import io
 import json
 import re
 import sys
@@ -9,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 from PIL import Image, features
@@ -25,7 +27,13 @@ from examples.mimo.nemotron_vlm.energon.survey import STATES, load_survey
 from examples.mimo.nemotron_vlm.energon.videos import Watching
 from examples.mimo.nemotron_vlm.model.names import IMAGES, SOUND
 from tests.unit_tests.examples.nemotron_vlm.energon import digits_data
-from tests.unit_tests.examples.nemotron_vlm.energon.media_files import mp4, noise, saved, sound
+from tests.unit_tests.examples.nemotron_vlm.energon.media_files import (
+    DEEP,
+    mp4,
+    noise,
+    saved,
+    sound,
+)
 
 PNG = digits_data.image(16, 16)
 ASK, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -210,3 +218,13 @@ def test_frames_that_begin_as_mp4_does_are_images():
     files = tuple(saved(Image.new("RGB", (16, 16), (60 * n, 0, 0)), "AVIF") for n in range(4))
     extent, frames = digits_data.READER.video.frames_of(files, 2.0)
     assert len(frames) == extent.frames == 4 and extent.fps == 2
+
+
+def test_greys_of_16_bits_may_be_a_negative():
+    """As in X-rays, whose white is 0; so FFmpeg reads them."""
+    data = saved(Image.fromarray(DEEP), "TIFF", tiffinfo={images.PHOTOMETRIC: 0})
+    with av.open(io.BytesIO(data)) as file:
+        greys = next(file.decode(video=0)).to_ndarray()
+    assert greys[0, 0] == 65535
+    shown = np.array(images.open_image(data)[0])[..., 0]
+    assert np.array_equal(shown, np.round(greys / 65535 * 255))
