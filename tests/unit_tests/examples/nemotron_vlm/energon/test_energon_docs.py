@@ -106,7 +106,8 @@ def test_its_data_with_video_and_sound_are_read(omni_shards, tmp_path, monkeypat
     glass = tmp_path / "media" / "glass"
     glass.mkdir(parents=True)
     for number in range(11):
-        (glass / f"{number:02}.png").write_bytes(digits_data.image(32, 24))
+        Image.new("L", (32, 24), 9 * number).save(glass / f"{number}.png")
+    (glass / ".DS_Store").write_bytes(b"")
     glass.with_suffix(".wav").write_bytes(sound(np.zeros(11025), 44100))
     glass.with_name("odd.png").write_bytes(digits_data.image(101, 7))
     Path("talks.json").write_text(json.dumps([talk, more]))
@@ -117,7 +118,10 @@ def test_its_data_with_video_and_sound_are_read(omni_shards, tmp_path, monkeypat
     assert "train: 1 samples in 1 shards, 1 good" in printed
     given = {"encoder": digits_data.omni(made / "tokenizer"), "seq_length": 999}
     opened = digits_data.source(made.with_name("talks"), made / "tokenizer", **given)
-    assert [each.ndim for each in opened.inputs("train", 0, IMAGES)] == [4, 3, 4]
+    clip, *others = opened.inputs("train", 0, IMAGES)
+    assert clip.ndim == 4 and [each.ndim for each in others] == [3, 4]
+    shown = clip.reshape(6, -1, 2, 3 * 4**2).mean((1, 3))
+    assert shown.round().flatten().tolist() == [*range(0, 99, 9), 90]
     assert len(opened.inputs("train", 0, SOUND)) == 1
 
 
