@@ -13,7 +13,8 @@ AT_LEAST_1 = """micro_batch_size global_batch_size seq_length encoder_macro_batc
     pack_window train_iters eval_interval save_interval log_interval max_tiles video_frames
     distributed_timeout_minutes hidden_size num_attention_heads num_query_groups kv_channels
     num_distributed_optimizer_instances eval_global_batch_size eval_micro_batch_size
-    lr_decay_iters ddp_num_buckets log_memory_interval plan_gpus_per_node""".split()
+    lr_decay_iters lr_decay_samples ddp_num_buckets log_memory_interval plan_gpus_per_node
+    tensorboard_log_interval loss_scale_window hysteresis""".split()
 AT_LEAST_1 += [name for names in SIZES.values() for name in names.values()]
 AT_LEAST_1_WITH = {
     "E": "moe_ffn_hidden_size moe_router_topk",
@@ -27,9 +28,14 @@ FRACTIONS = """hidden_dropout attention_dropout adam_beta1 adam_beta2 lr_warmup_
 """Options that must be below 1."""
 AT_LEAST_0 = """num_workers eval_iters lr_warmup_iters recompute_encoder seed lr min_lr
     lr_warmup_init weight_decay adam_eps init_method_std loss_scale ffn_hidden_size lora_dim
-    lora_alpha distributed_timeout_seconds_after_init""".split()
+    lora_alpha distributed_timeout_seconds_after_init decoupled_lr decoupled_min_lr clip_grad
+    start_weight_decay end_weight_decay lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples
+    manual_gc_interval exit_interval exit_duration_in_mins initial_loss_scale
+    min_loss_scale""".split()
 LEAST = dict.fromkeys(AT_LEAST_1, 1) | dict.fromkeys([*AT_LEAST_0, *FRACTIONS], 0)
 MOST = {"min_lr": "lr", "lr_warmup_init": "lr", "moe_router_topk": "num_experts"}
+MOST |= {"decoupled_min_lr": "decoupled_lr", "start_weight_decay": "end_weight_decay"}
+MOST |= {"min_loss_scale": "initial_loss_scale"}
 """Options that must not be larger than another."""
 
 
@@ -47,6 +53,25 @@ def _out_of_range(run: Any) -> str | None:
         number, most = getattr(args, name), getattr(args, other)
         if None not in (number, most) and number > most:
             return f"{option_of(name)} {number} must be at most {option_of(other)} {most}"
+    return None
+
+
+def _of_schedule(run: Any) -> str | None:
+    """Return what the learning rate's schedule lacks, which Megatron asserts without a word."""
+    args = run.asked
+    unit = "iters" if args.train_samples is None else "samples"
+    whole = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}") or math.inf
+    warmup, falls = getattr(args, f"lr_warmup_{unit}"), getattr(args, f"lr_wsd_decay_{unit}")
+    if warmup >= whole:
+        steps = "steps" if unit == "iters" else unit
+        what = f"must be less than the {steps} in which the learning rate decays"
+        return f"--lr-warmup-{unit} is not taken here: {warmup} {what}"
+    if args.lr_decay_style != "WSD":
+        return None
+    if falls is None:
+        return f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, at whose end the rate is least"
+    if falls > whole:
+        return f"--lr-wsd-decay-{unit} {falls} must be at most {whole}, the {unit} of all decay"
     return None
 
 
@@ -114,14 +139,7 @@ OF_VALUES = [
         "{train_samples} must be {global_batch_size} or more, the samples of a step",
         example="--train-samples 0",
     ),
-    Rule(
-        "--lr-warmup-iters",
-        lambda r: (
-            r.asked.lr_warmup_iters >= (r.asked.lr_decay_iters or r.asked.train_iters or math.inf)
-        ),
-        "{lr_warmup_iters} must be less than the steps in which the learning rate decays",
-        example="--train-iters 6 --lr-warmup-iters 6",
-    ),
+    Rule("", _of_schedule, example="--train-iters 6 --lr-warmup-iters 6"),
     Rule(
         "--lora-dim",
         lambda r: r.args.device == "cuda" and r.args.lora_dim % 8,
