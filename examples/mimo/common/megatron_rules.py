@@ -59,7 +59,8 @@ WHEREVER_SET = {
         --symmetric-ar-type""",
     "process groups are made from the modules' grids": """
         --nccl-communicator-config-path --use-sharp --sharp-enabled-group --lazy-mpu-init
-        --high-priority-stream-groups --create-all-gather-group --fake-process-group""",
+        --high-priority-stream-groups --create-all-gather-group --fake-process-group
+        --pipeline-model-parallel-comm-backend""",
     WEIGHTS: """
         --data-parallel-random-init --init-method-xavier-uniform --init-model-with-meta-device
         --embedding-init-method-std --use-mup --fp8-param-gather --fp4-param-gather""",
@@ -80,7 +81,7 @@ WHEREVER_SET = {
         --load-main-params-from-ckpt""",
     "a hybrid model does not scale its rotary embeddings": "--use-rope-scaling",
     "it counts batches over groups that this model does not make": "--full-validation",
-    "--data has one held-out set": "--multiple-validation-sets",
+    "--data has one held-out set": "--multiple-validation-sets --validation-set-names",
     "ranks exchange what they read in one module's groups": "--ckpt-fully-parallel-load",
     "gradients are sums over tokens, divided once": "--ddp-average-in-collective",
     "Megatron's loop reads --step-batch-size-schedule": "--rampup-batch-size",
@@ -276,7 +277,14 @@ UNREAD = r"""--(en|de)coder-num-layers|--onnx-safe|--relative-attention-.*|--ber
     --dist-ckpt-save-pre-mcore-014|--enable-msc|--exit-signal-handler-for-dataloader|--sgd-.*|
     --muon-.*|--lion-.*|--.*fsdp.*|--(outer-dp|data-parallel)-sharding-strategy|
     --no-gradient-reduce-div-fusion|--suggested-communication-unit-size|
-    --keep-fp8-transpose-cache|--enable-full-sharding-in-hsdp|--openai-gelu"""
+    --keep-fp8-transpose-cache|--enable-full-sharding-in-hsdp|--openai-gelu|
+    --(no-)?tp-comm-.*|--qk-clip-.*|--(no-)?dsa-.*|--mup-.*|--cpu-offloading-retain-.*|
+    --(use-)?kitchen-attention.*|--wgrad-deferral-limit|--max-seqlen-per-dp-cp-rank|
+    --moe-upcycling-granularity|--moe-paged-stash-.*|--moe-router-quantile-.*|
+    --adlr-autoresume-interval|--non-persistent-.*|--replication-factor|--ckpt-convert-.*|
+    --ckpt-fully-parallel-load-.*|--inference-(?!cuda|rng).*|--nccl-all-reduce-for-prefill|
+    --mlp-chunks-for-prefill|--flash-decode|--rope-scaling-factor|--mrope-section|
+    --no-clone-scatter-output-in-embedding|--ep-overlap-early-attn-memory-release"""
 """Patterns of more options that no code reads, or that only refused options need."""
 
 

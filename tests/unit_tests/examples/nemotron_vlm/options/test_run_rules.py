@@ -76,6 +76,10 @@ LINES = [
     (f"{CLIPS} --video-target-num-patches 3", "--video-target-num-patches must be 4 or more, not"),
     ("--dynamic-resolution --dynamic-resolution-min-patches 97", "97 must be from 4 to .* 96"),
     ("--tokenizer-type SentencePieceTokenizer", "^--tokenizer-type is not taken here: nothing"),
+    ("--qk-clip-threshold 50", "^--qk-clip-threshold is not taken here: nothing"),
+    ("--tp-comm-overlap-cfg x.yaml", "^--tp-comm-overlap-cfg is not taken here: nothing"),
+    ("--validation-set-names a", "^--validation-set-names is not taken .* one held-out set"),
+    ("--pipeline-model-parallel-comm-backend ucc", "-backend is not taken here: process groups"),
     ("--pack --eval-iters 1 --eval-micro-batch-size 2", "one row a microbatch"),
     ("--mtp-num-layers 1", "^--num-layers or --mtp-num-layers of another number"),
     (
