@@ -94,6 +94,9 @@ def _load(
             return 0, 0
     directory, saved = newest(args), None
     before = args.no_load_rng, args.verify_integrity, args.override_opt_param_scheduler
+    not_saved = args.no_save_optim, args.no_save_rng
+    # Megatron reads only what it would save: it would miss the rest, and end, with exit code 0.
+    args.no_save_optim = args.no_save_rng = False
     # The scheduler knows this option. Upstream's main would give all modules --lr for it, and count
     # skipped steps as steps of the schedule.
     args.override_opt_param_scheduler = False
@@ -136,6 +139,7 @@ def _load(
         raise _refusal(args, directory, error) from error
     finally:
         args.no_load_rng, args.verify_integrity, args.override_opt_param_scheduler = before
+        args.no_save_optim, args.no_save_rng = not_saved
 
 
 def _load_base(

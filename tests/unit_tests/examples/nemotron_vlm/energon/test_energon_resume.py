@@ -71,6 +71,7 @@ ROWS = {
             "--bad-samples refuse --long-samples cut",
             STEPS,
         ),
+        ("--no-save-optim --no-save-rng", STEPS),
     ],
     "layout and placement": [
         ("--placement non-colocated --encoder dp=1 --language dp=1", STEPS),
