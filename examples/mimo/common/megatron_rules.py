@@ -122,6 +122,15 @@ WEIGHT_SHARDS = {
 OF_MEGATRON = [
     on_cpu("--use-nccl-ub"),
     on_cpu("--moe-token-dispatcher-type flex"),
+    Rule(
+        "--recompute-modules with layernorm",
+        lambda r: (
+            has(r, "--device cpu with --recompute-granularity selective")
+            and "layernorm" in r.args.recompute_modules
+        ),
+        "it needs Transformer Engine, which no CPU rank sees: --device cuda",
+        example="--recompute-granularity selective --recompute-modules layernorm",
+    ),
     on_cpu(
         "--transformer-impl other than local",
         "Transformer Engine's layers need a GPU: --device cuda",
@@ -135,6 +144,7 @@ OF_MEGATRON = [
     ),
     not_local("--softmax-type other than vanilla", "--softmax-type off-by-one"),
     not_local("--qk-layernorm"),
+    not_local("--fp32-residual-connection", f"{LOCAL} --bf16 --fp32-residual-connection"),
     not_local("--moe-latent-size", "--moe-latent-size 16"),
     Rule(
         "--cp-comm-type",
