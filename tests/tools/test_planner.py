@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import NON_COLOCATED, Batch, Layout, parse_layout
 from examples.mimo.nemotron_vlm.options import derived
 from examples.mimo.nemotron_vlm.options.command_line import read
@@ -257,3 +258,9 @@ def test_the_fastest_plan_is_run_by_ranks_whose_layouts_are_planned(more, monkey
         text = report.answer(read(["--plan", str(ranks), "--plan-gpus-per-node", "2", *words]))
         assert text.count("--language") == 1 and "--language=" not in text
         assert found in list(candidates(task_of(*words, world=ranks, gpus_per_node=2)))
+
+
+@pytest.mark.parametrize("question", ["--dry-run 1", "--plan 2"])
+def test_layers_of_later_tokens_are_refused(question):
+    with pytest.raises(UserError, match="^--hybrid-layer-pattern .* multi-token prediction"):
+        report.answer(read([*question.split(), "--hybrid-layer-pattern", "MEM*/E*"]))

@@ -28,6 +28,7 @@ from examples.mimo.nemotron_vlm.model.part_settings import ModelPart
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.run import Run
 from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.joint_optimizer.remainders import keeps_halves
 
@@ -210,8 +211,17 @@ def task_of(options: Run, world: int, **figures: object) -> Task:
 
     Args:
         figures: of the machine, in place of the table's.
+
+    Raises:
+        UserError: the model has layers of later tokens, the data cannot be opened, or its inputs do
+            not fit.
     """
     args = options.args
+    if Symbols.MTP_SEPARATOR in args.hybrid_layer_pattern:
+        raise UserError(
+            f"--hybrid-layer-pattern {args.hybrid_layer_pattern}: the planner does not know layers "
+            f"of multi-token prediction; leave out {Symbols.MTP_SEPARATOR} and what follows"
+        )
     machine = find_machine(args.plan_gpu, **{"gpus_per_node": args.plan_gpus_per_node} | figures)
     rows = rows_of(args, options.preset)
     return Task(options, world, machine, *rows, _state_of(args, machine.precision))
