@@ -264,3 +264,11 @@ def test_the_fastest_plan_is_run_by_ranks_whose_layouts_are_planned(more, monkey
 def test_layers_of_later_tokens_are_refused(question):
     with pytest.raises(UserError, match="^--hybrid-layer-pattern .* multi-token prediction"):
         report.answer(read([*question.split(), "--hybrid-layer-pattern", "MEM*/E*"]))
+
+
+@pytest.mark.parametrize("size", ["--tensor-model-parallel-size=1", "--encoder-tp=1"])
+def test_sizes_of_a_layout_are_left_to_the_planner(size):
+    for asked in (["--plan", "2"], ["--language", "planned", "--dry-run", "2"]):
+        line = read([*asked, size])
+        with pytest.raises(UserError, match=f"finds the layouts: leave out {size[:-2]}$"):
+            report.answer(line) if line.args.plan else report.planned(line, 2)

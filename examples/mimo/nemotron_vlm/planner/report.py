@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import COLOCATED, PLACEMENTS, PLANNED, table
+from examples.mimo.common.layout import COLOCATED, PLACEMENTS, PLANNED, SIZES, option_of, table
 from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE
 from examples.mimo.nemotron_vlm.options.command_line import CommandLine, read
 from examples.mimo.nemotron_vlm.options.derived import fastest_macro_batch
@@ -75,8 +75,11 @@ def planned(line: CommandLine, ranks: int) -> CommandLine:
 
 def _fastest(line: CommandLine, ranks: int, **figures: int) -> tuple[list[Plan], int]:
     own = line.args
-    if own.language not in ("", PLANNED) or own.encoder:
-        raise UserError("the planner finds the layouts: leave out --language and --encoder")
+    sizes = {option_of(name) for names in SIZES.values() for name in names.values()}
+    sizes = sorted(sizes & line.given)
+    if own.language not in ("", PLANNED) or own.encoder or sizes:
+        names = ", ".join(sizes) or "--language and --encoder"
+        raise UserError(f"the planner finds the layouts: leave out {names}")
     given = ", ".join(sorted(name for name in line.given if name.startswith("--recompute-")))
     if given and own.language == PLANNED:
         raise UserError(f"--language planned chooses what is recomputed: leave out {given}")
