@@ -272,3 +272,26 @@ def test_sizes_of_a_layout_are_left_to_the_planner(size):
         line = read([*asked, size])
         with pytest.raises(UserError, match=f"finds the layouts: leave out {size[:-2]}$"):
             report.answer(line) if line.args.plan else report.planned(line, 2)
+
+
+GRAPHS = "--device cuda --bf16 --transformer-impl transformer_engine --cuda-graph-impl local"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--pack --sample-multiple 2",
+        "--eval-iters 1 --eval-global-batch-size 2",
+        "--step-batch-size-schedule '0:4 1K:6'",
+        f"{GRAPHS} --data mock",
+    ],
+)
+def test_the_program_takes_the_plans(more, monkeypatch):
+    """Their commands have the other options, whose rules they keep."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    alone = "--seq-length 64 --placement colocated --micro-batch-size 1"
+    task = plan.task_of(Run.of(shlex.split(f"{more} {alone}"), 1), 4)
+    found, _ = search(task, keep=10**6)
+    for one in found[:: len(found) // 20 or 1]:
+        words = shlex.split(" ".join(report.command(one)))
+        Run.of(words[words.index("examples/mimo/pretrain_nemotron_vlm.py") + 1 :], 4)

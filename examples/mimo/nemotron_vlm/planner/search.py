@@ -6,6 +6,7 @@ The program's own rules (``layout_rules``) decide what may run. If a plan needs 
 memory, the cheapest setting that suffices is taken.
 """
 
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -15,6 +16,7 @@ from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout,
 from examples.mimo.common.layout_rules import language_violation
 from examples.mimo.nemotron_vlm.options.derived import FASTEST, fastest_macro_batch
 from examples.mimo.nemotron_vlm.options.layout_rules import are_allowed
+from examples.mimo.nemotron_vlm.options.rules import OF_DERIVED, OF_GRAPHS, OF_LAYOUTS
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED
 from examples.mimo.nemotron_vlm.planner.memory import peak
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Task
@@ -24,6 +26,8 @@ from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 MICRO_BATCHES = (1, 2, 4, 8)
 MACRO_BATCHES = (1, FASTEST, 4)
 VIRTUAL = (1, 2, 4)
+GRANULARITY = {"none": None, "moe": "selective", "full": "full"}
+"""Megatron's words for recompute settings."""
 ENCODER_SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 """Shares of all ranks that are tried for non-colocated encoders."""
 
@@ -60,7 +64,40 @@ def fitting(plan: Plan) -> Plan | None:
         replace(plan, recompute=recompute, schedule=replace(plan.schedule, recompute=share))
         for recompute, share in product(RECOMPUTED, shares)
     )
-    return next((one for one in tried if peak(one) <= plan.task.machine.memory_bytes), None)
+    fit = (one for one in tried if peak(one) <= plan.task.machine.memory_bytes)
+    return next(filter(is_taken, fit), None)
+
+
+def is_taken(plan: Plan) -> bool:
+    """Return whether the program's rules allow a plan beside the other options that were given."""
+    options, layouts, schedule = plan.task.options, plan.layouts, plan.schedule
+    micro_size = layouts.batch.micro_size
+    decided = {
+        "world_size": plan.task.world,
+        "placement": layouts.placement,
+        "micro_batch_size": micro_size,
+        "eval_micro_batch_size": options.asked.eval_micro_batch_size or micro_size,
+        "encoder_macro_batch": schedule.macro_batch,
+        "recompute_encoder": schedule.recompute or 0,
+        "recompute_granularity": GRANULARITY[plan.recompute],
+    }
+    run = replace(
+        options,
+        args=Namespace(**vars(options.args) | decided),
+        wanted=([*layouts.encoders], layouts.language),
+        layouts=layouts,
+        batches=[replace(each, micro_size=micro_size) for each in options.batches],
+    )
+    args, ranks = run.args, [each.size for each in layouts.modules]
+    batches = [*run.batches]
+    if args.eval_iters:
+        sizes = args.eval_global_batch_size, args.eval_micro_batch_size, args.seq_length
+        batches.append(Batch(*sizes))
+    # First: a broken rule of layouts looks for the nearest that keep it, which takes long.
+    others = (replace(layouts, batch=each) for each in batches if each != layouts.batch)
+    if not all(are_allowed(each, ranks, options.preset) for each in others):
+        return False
+    return not any(rule.is_broken(run) for rule in (*OF_GRAPHS, *OF_LAYOUTS, *OF_DERIVED))
 
 
 def _plans(task: Task) -> Iterator[Plan]:
@@ -68,8 +105,9 @@ def _plans(task: Task) -> Iterator[Plan]:
     for layouts in candidates(task):
         sizes = MACRO_BATCHES if fastest_macro_batch(layouts) > 1 else (1,)
         for size in sizes:
-            if size <= layouts.num_microbatches:
-                yield Plan(task, layouts, schedule=EncoderSchedule(size))
+            plan = Plan(task, layouts, schedule=EncoderSchedule(size))
+            if size <= layouts.num_microbatches and is_taken(plan):
+                yield plan
 
 
 def candidates(task: Task) -> Iterator[Layouts]:
