@@ -14,12 +14,21 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from errno import EISDIR
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
 import torch.distributed as dist
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import option_of
+
+PACKAGES = {"wandb_project": "wandb", "tensorboard_dir": "tensorboard"}
+PACKAGES |= dict.fromkeys(
+    ("enable_ft_package", "fault_injector_ranks", "fault_injector_num_ranks"),
+    "nvidia_resiliency_ext",
+)
+"""Packages that options need. Without one Megatron ends late, or writes nothing."""
 
 
 class Log(io.TextIOWrapper):
@@ -76,11 +85,18 @@ def config_folder(args: Namespace) -> Path | None:
 
 
 def check_outputs(args: Namespace) -> None:
-    """Try to write where the options say.
+    """Try to write where the options say, and look for the packages that write.
 
     Raises:
-        UserError: a file or folder cannot be written, on every rank.
+        UserError: a file or folder cannot be written, or a package is missing, on every rank.
     """
+    for name, package in PACKAGES.items():
+        is_there = package in sys.modules or find_spec(package)
+        if getattr(args, name) and not is_there:
+            raise UserError(
+                f"{option_of(name)}: {package} is not installed; pip install {package}, or leave "
+                "that option out"
+            )
     log = None if args.log_file == "-" else args.log_file
     files = {"--metrics-out": args.metrics_out, "--report": args.report, "--log-file": log}
     folders = {"--save": args.save, "--tensorboard-dir": args.tensorboard_dir}

@@ -11,6 +11,7 @@ import pytest
 from examples.mimo.common.config_file import write_config
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.reading_options import add_options
+from examples.mimo.nemotron_vlm.loop import outputs
 from examples.mimo.nemotron_vlm.loop import run as loop
 from examples.mimo.nemotron_vlm.loop.run import run
 from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset
@@ -100,6 +101,16 @@ def test_all_readers_of_the_command_line_see_the_file(tmp_path, monkeypatch):
         run([*sys.argv[1:], "--lr", "2e-3"])
     args = parse_args(ignore_unknown_args=True)
     assert (args.ft_num_warmup_iters, args.lr, args.num_workers) == (7, 2e-3, 3)
+
+
+@pytest.mark.parametrize(
+    "line", ["--wandb-project a --wandb-exp-name b --save s", "--fault-injector-num-ranks 1"]
+)
+def test_a_package_that_is_missing_is_named_before_a_process_group_is_made(line, monkeypatch):
+    monkeypatch.setattr(outputs, "find_spec", lambda name: None)
+    option = line.split()[0]
+    with pytest.raises(UserError, match=f"^{option}: .* is not installed; pip install"):
+        outputs.check_outputs(Run.of(line.split(), 1).args)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
