@@ -186,6 +186,8 @@ class _Watch:
         self._writer.write(record)
         if self._note:
             self._note(record)
+        if record["step"] % self._args.tensorboard_log_interval:  # for both boards, as in Megatron
+            return
         numbers = {name: record[name] for name in IN_BOARDS if name in record}
         if board := get_tensorboard_writer():
             for name, number in numbers.items():

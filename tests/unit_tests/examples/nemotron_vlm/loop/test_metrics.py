@@ -122,6 +122,14 @@ class TestMetrics:
         steps = [step for _, step in (call.args for call in wandb.log.call_args_list)]
         assert steps == sorted(steps)
 
+    @requires_world_size(1)
+    def test_boards_have_the_steps_of_their_interval(self, tmp_path):
+        run = ("--tensorboard-dir", str(tmp_path), "--tensorboard-log-interval", "2")
+        trajectory(*ONE_MICROBATCH, *run, steps=4)
+        board = EventAccumulator(str(tmp_path)).Reload()
+        for name in ("learning-rate", *metrics.IN_BOARDS):
+            assert [event.step for event in board.Scalars(name)] == [2, 4]
+
     def test_without_a_terminal_a_line_comes_once_a_minute_and_at_the_end(self, capsys):
         times = [0, 61, 100, 121, 122, 123]
         with mock.patch.object(metrics.time, "monotonic", side_effect=times):
