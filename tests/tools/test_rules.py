@@ -2,9 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Headers and sizes of patches, and replacements of upstream's attributes at run time."""
 
+import errno
+
 import pytest
 
 from mini import HEADER, edit, write_tree
+from overlay.__main__ import reported
 from overlay.rules import MOST_LINES, MOST_PATCHES, replaced_in
 
 A = "megatron/core/a.py"
@@ -82,3 +85,13 @@ def test_the_declaration_is_what_the_source_does(world, declared, source, proble
     write_tree(world.root, {"patches/runtime.toml": declared, FILE: source})
     result = world.run("headers")
     assert result.errors == ([f"error: {problem}"] if problem else [])
+
+
+def test_an_error_without_a_file_has_no_name(capsys):
+    """A pipe that nobody reads has none, nor has a lock that a file system refuses."""
+
+    def main(_argv=None):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    assert reported(main)() == 1
+    assert capsys.readouterr().err == "error: Broken pipe\n"

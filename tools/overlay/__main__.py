@@ -61,7 +61,8 @@ def reported(main: Callable[..., int]) -> Callable[..., int]:
         except OverlayError as error:
             lines, code = error.lines, error.code
         except OSError as error:
-            lines, code = [f"{error.filename2 or error.filename}: {error.strerror}"], FAILED
+            where = error.filename2 or error.filename  # none of a pipe, or of a lock
+            lines, code = [": ".join(filter(None, (where, error.strerror)))], FAILED
         for line in lines:
             print(f"error: {line}", file=sys.stderr)
         return code
