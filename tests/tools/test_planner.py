@@ -274,6 +274,14 @@ def test_sizes_of_a_layout_are_left_to_the_planner(size):
             report.answer(line) if line.args.plan else report.planned(line, 2)
 
 
+@pytest.mark.parametrize(("per_node", "nodes"), [(12, 1), (8, 2), (5, 3)])
+def test_the_launched_nodes_have_as_many_ranks_as_the_plan(per_node, nodes):
+    task = task_of("--global-batch-size", "12", world=12, gpus_per_node=per_node)
+    launch = report.command(Plan(task, next(candidates(task))))[0].split()
+    assert launch[2] == str(12 // nodes)
+    assert (launch[4] if nodes > 1 else "1") == str(nodes)
+
+
 GRAPHS = "--device cuda --bf16 --transformer-impl transformer_engine --cuda-graph-impl local"
 
 

@@ -136,9 +136,11 @@ def command(plan: Plan) -> list[str]:
     """Return the lines of the command that runs a plan on GPUs, with all other options given."""
     world, per_node, options = plan.task.world, plan.task.machine.gpus_per_node, plan.task.options
     words, is_own = [], True
-    launch = f"torchrun --nproc-per-node {min(world, per_node)}"
-    if world > per_node:
-        launch += f" --nnodes {-(-world // per_node)}"
+    # As few nodes as give the ranks together, with as many on each.
+    nodes = next(n for n in range(-(-world // per_node), world + 1) if world % n == 0)
+    launch = f"torchrun --nproc-per-node {world // nodes}"
+    if nodes > 1:
+        launch += f" --nnodes {nodes}"
         launch += " --rdzv-backend c10d --rdzv-endpoint HEAD_NODE:29500"
     for word in options.line.words:
         if word.startswith("--"):  # its values follow
