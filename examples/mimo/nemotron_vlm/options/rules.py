@@ -107,6 +107,19 @@ OF_OWN_OPTIONS = [
         lambda r: r.args.use_distributed_optimizer and not r.args.dist_ckpt_optim_fully_reshardable,
         "an optimizer of several modules is saved so that any layout can load it, and no other way",
     ),
+    Rule(
+        "--no-use-distributed-optimizer with --save or --load",
+        lambda r: (
+            not r.args.use_distributed_optimizer
+            and (
+                (r.args.save and not r.args.no_save_optim)
+                or (r.args.load and not (r.args.no_load_optim or r.args.finetune))
+            )
+        ),
+        "its state of fp32 weights cannot be loaded again, and that of 16 bits not be saved",
+        "leave it out, or add --no-save-optim, and --no-load-optim",
+        "--no-use-distributed-optimizer --save s",
+    ),
     refused(
         "--recompute-encoder with --placement non-colocated",
         "only a schedule of colocated modules runs encoders again",
