@@ -106,7 +106,7 @@ ROWS = {
     ],
     "to or from `--fp16`, `--no-use-distributed-optimizer`": [
         ("--fp16", "state there has another form .*--no-load-optim"),
-        ("--no-use-distributed-optimizer", "another form .*--no-load-optim"),
+        ("--no-use-distributed-optimizer", "-optimizer with --save or --load .*--no-load-optim"),
         ("--no-use-distributed-optimizer --no-load-optim", GoesOn("")),
     ],
     "`--ckpt-step` that is not there": [("--ckpt-step 7", "iter_0000007; steps there: 2")],
