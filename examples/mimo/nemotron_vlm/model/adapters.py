@@ -21,6 +21,7 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.model.part_settings import ModelPart, adapted_parts, part_of
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
     ShardedTensor,
     apply_factories,
     is_main_replica,
@@ -144,9 +145,13 @@ class AdaptedModel(MimoModel):
         self.frozen, self.takes = frozen, self.is_trained
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """Return the state that checkpoints have."""
+        """Return the state that checkpoints have.
+
+        A load drops an empty one, which Megatron would miss: it gets an entry that is not saved.
+        """
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return {name: part for name, part in state.items() if self.takes(name)}
+        taken = {name: part for name, part in state.items() if self.takes(name)}
+        return taken or {"nothing": LocalNonpersistentObject(None)}
 
 
 @contextmanager

@@ -189,6 +189,11 @@ ON_CPUS = {
     ],
     "adapters": [
         Row(4, "few experts", "dp=4", PIPELINE, FULL, ADAPTED, then=(APART_ON_TP, ON_TP_ETP)),
+        Row(  # ranks of the encoder and three stages have no adapter
+            *(4, "few experts", *APART_ON_TP),
+            (*ADAPTED[:4], "--adam-eps", "1e-3", "--lora-target-modules", "linear_qkv"),
+            then=(("dp=4", "pp=4,dp=1", ()), ON_DP),
+        ),
         Row(4, "tiny-gdn", "tp=2", "tp=2,cp=2,dp=1", CONTIGUOUS, ADAPTED),
         Row(4, "three tokens ahead", "tp=2,dp=2", "cp=2,pp=2,dp=1,vpp=2", OVERLAP, ADAPTED),
         Row(4, "tiny", "dp=4", "dp=4,etp=2", ALLGATHER, (*ADAPTED, "--lora-rs")),
