@@ -76,10 +76,12 @@ def beginning(args: Namespace, directory: str | None, saved: Namespace | None) -
 def goes_on(args: Namespace, directory: str) -> bool:
     """Return whether a run goes on from a checkpoint, and does not only take its weights.
 
-    A run that starts from --pretrained-checkpoint begins its data anew.
+    A run that starts from --pretrained-checkpoint begins its data anew, also where that lies inside
+    --load, and so does one that starts from a converted checkpoint, which is of no step.
     """
-    is_own = args.load and Path(args.load).resolve() in Path(directory).resolve().parents
-    return bool(is_own and not args.finetune)
+    path = Path(directory)
+    is_own = args.load and path.parent.resolve() == Path(args.load).resolve()
+    return bool(is_own and path.name != "release" and not args.finetune)
 
 
 def changes(args: Namespace, saved: Namespace | None, names: Sequence[str]) -> str:

@@ -4,11 +4,13 @@
 
 from argparse import Namespace
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.loop.resume_rules import FREE, MODEL, check_resume
+from examples.mimo.nemotron_vlm.loop.terminal import goes_on
 from examples.mimo.nemotron_vlm.options.run import Run
 from tests.unit_tests.examples.nemotron_vlm import preloaded  # noqa: F401 (its parser is quick)
 
@@ -44,6 +46,27 @@ def test_each_setting_of_layers_and_each_size_of_an_encoder_is_compared(args):
     del saved.encoder_sizes["sound"]
     with pytest.raises(UserError, match="another model .*sound.* None → "):
         check_resume(args, saved)
+
+
+@pytest.mark.parametrize(
+    ("directory", "finetune", "expected"),
+    [
+        ("runs/iter_0000002", False, True),
+        ("link/iter_0000002", False, True),
+        ("runs/iter_0000004", False, True),  # a link to a folder elsewhere
+        ("runs/iter_0000002", True, False),
+        ("runs/base/iter_0000002", False, False),  # a pretrained one
+        ("runs/release", False, False),
+    ],
+)
+def test_a_run_goes_on_from_a_step_in_the_folder_that_it_loads(
+    directory, finetune, expected, tmp_path
+):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "link").symlink_to("runs")
+    (tmp_path / "runs/iter_0000004").symlink_to(tmp_path)
+    args = Namespace(load=str(tmp_path / "runs"), finetune=finetune)
+    assert goes_on(args, str(Path(tmp_path, directory))) == expected
 
 
 @pytest.mark.parametrize(
