@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters of LoRA runs in Hugging Face's peft, and peft's here: the same logits, none without."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,13 +53,16 @@ def randomize(run: Trainer) -> None:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Iterator[Path]:
-    """Folder: base (of theirs), run (LoRA and a trained projector), peft and merged (of it)."""
+    """Folder: base (of theirs), run (LoRA and a trained projector), peft and merged (of it).
+
+    The run has begun in the folder, and names its base from there.
+    """
     Utils.read_environment()
     path = tmp_path_factory.mktemp("peft")
     theirs = save(whole_vlm(), path / "theirs")
     convert("hf-to-megatron", "--vlm", theirs, "--model", "tiny-omni", "--out", path / "base")
     beside = ("--dynamic-resolution", "--train-parts", "images:projector")
-    with trainer(*BATCH, *loading(path / "base"), *LORA, *beside) as run:
+    with contextlib.chdir(path), trainer(*BATCH, *loading(Path("base")), *LORA, *beside) as run:
         randomize(run)
         run.save(path / "run")
     words = ("megatron-to-hf", path / "run", "--like", theirs, "--out")

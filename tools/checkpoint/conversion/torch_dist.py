@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.data import seen_from
 from examples.mimo.nemotron_vlm.loop.best import best_of
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import (
@@ -147,7 +148,7 @@ class Checkpoint:
 
     @property
     def options(self) -> Namespace:
-        """Options of the run that saved it.
+        """Options of the run that saved it; its paths are those of the run from any folder.
 
         Raises:
             UserError: it is a converted one, which has none.
@@ -159,6 +160,8 @@ class Checkpoint:
                 f"{self.directory} is a converted checkpoint, without options and tokenizer: give "
                 "the Hugging Face directory that it was made of"
             )
+        if begun_in := getattr(args, "begun_in", None):
+            seen_from(Path(begun_in), args)
         return args
 
     def whole(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -48,6 +48,20 @@ def path_of(data: str) -> str | None:
     return data if data.endswith(SUFFIXES) else None
 
 
+def seen_from(folder: Path, args: Namespace) -> None:
+    """Let the paths of a run's options name the same files from any folder.
+
+    Args:
+        folder: in which the run began.
+        args: its options; those that name no file there are left as they are.
+    """
+    for name in ("model", "data", "tokenizer_model", "surveys", "pretrained_checkpoint"):
+        given = getattr(args, name) or ""
+        path = path_of(given) if name == "data" else given
+        if path and (folder / path).exists():
+            setattr(args, name, given.removesuffix(path) + str(folder / path))
+
+
 def have_equal_images(args: Namespace) -> bool:
     """Return whether all rows have as many images of one size, as graphs of an encoder need."""
     varies = args.dynamic_resolution or args.pack
