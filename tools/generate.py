@@ -12,6 +12,7 @@ Without --ask, questions are read from the terminal, one a line, in one conversa
 """
 
 import json
+import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -154,6 +155,7 @@ def converted(checkpoint: Path, step: int | None = None) -> Path:
     if any((checkpoint / name).is_file() for name in ("config.json", "adapter_config.json")):
         return checkpoint
     saved = Checkpoint(checkpoint / f"iter_{step:07}" if step else checkpoint).directory
+    saved = Path(os.path.abspath(saved))  # the folder that it is in may be the current one
     kept = saved.parent.with_name(f"{saved.parent.name}-hugging-face") / saved.name
     written = (saved / ".metadata").stat().st_mtime
     if kept.exists() and kept.stat().st_mtime < written:
