@@ -64,6 +64,8 @@ def _answer(options: Namespace) -> None:
     how |= {"do_sample": True, "top_k": 0} | draws if draws else {}
     if not (draws.get("temperature", 1) > 0 and 0 < draws.get("top_p", 1) <= 1):
         raise UserError("--temperature must be above 0, and --top-p above 0 and at most 1")
+    if not isinstance(options.chat_template_kwargs, dict | None):
+        raise UserError("--chat-template-kwargs takes a JSON object")
     try:
         files, stream = _files(options), sys.stdout.isatty()
         # All are read before the model is loaded, and their media again when they are asked.
@@ -151,8 +153,11 @@ def _files(options: Namespace) -> list:
 def converted(checkpoint: Path, step: int | None = None) -> Path:
     """Return a Hugging Face directory of a checkpoint; it is kept for the next question."""
     from conversion.torch_dist import Checkpoint
+    from examples.mimo.common.errors import UserError
 
     if any((checkpoint / name).is_file() for name in ("config.json", "adapter_config.json")):
+        if step:
+            raise UserError(f"--step {step}: {checkpoint} is of Hugging Face, and has no steps")
         return checkpoint
     saved = Checkpoint(checkpoint / f"iter_{step:07}" if step else checkpoint).directory
     saved = Path(os.path.abspath(saved))  # the folder that it is in may be the current one

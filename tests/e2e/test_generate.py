@@ -160,6 +160,8 @@ def test_answers_are_the_most_likely_tokens_of_our_model(trained, capsys, monkey
     capsys.readouterr()
     converted = path / "saved-hugging-face/iter_0000001"
     assert answers(capsys, converted, asked.values()) == said
+    assert generate.main([str(converted), "--step", "1", "--ask", "read"]) == 2
+    assert capsys.readouterr().err.endswith("is of Hugging Face, and has no steps\n")
     (path / "saved/best.json").write_text('{"step": 1}')
     monkeypatch.chdir(path / "saved")
     assert answers(capsys, Path("best"), asked.values()) == said
@@ -245,6 +247,7 @@ def test_a_seed_repeats_what_is_drawn(trained, capsys, monkeypatch):
         (["--sound", "a.wav", "--ask", "read"], "sound 1: the model has no encoder of sound"),
         (["--ask", "read zebra"], "the tokenizer does not know all of its words"),
         (["--step", "7"], "iter_0000007"),
+        (["--chat-template-kwargs", "[1]"], "--chat-template-kwargs takes a JSON object"),
         (["--questions", "a.jsonl", "--image", "a.wav"], "media if the file names its own"),
         (["--questions", "a.jsonl"], "a.jsonl:3: none.png: no such file"),
         (["--device", "cuda"], "PyTorch finds no GPU here"),
