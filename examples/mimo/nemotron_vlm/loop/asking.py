@@ -16,10 +16,15 @@ TOOLS = next(FOUND, Path("tools"))
 """Folder of our tools; a checkout elsewhere has none of them."""
 
 
-def next_commands(source: SampleSource, checkpoints: Path) -> list[str]:
-    """Return lines with the commands for a trained model, or for its best checkpoint."""
+def next_commands(source: SampleSource, checkpoints: Path, keeps_best: bool) -> list[str]:
+    """Return lines with the commands for a trained model, or for its best checkpoint.
+
+    Args:
+        keeps_best: the run does; else the best one may be another run's.
+    """
     checkpoints = checkpoints.absolute()  # as the paths beside it on the terminal
-    chosen = checkpoints / "best" if (checkpoints / BEST).exists() else checkpoints
+    has_best = keeps_best and (checkpoints / BEST).exists()
+    chosen = checkpoints / "best" if has_best else checkpoints
     page, export = (checkpoints.with_name(name) for name in ("evaluation.html", "hugging-face"))
     commands = {
         "ask it": ask_command(source, 0, checkpoints, chosen),

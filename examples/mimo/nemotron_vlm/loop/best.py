@@ -30,7 +30,11 @@ class Best:
         self.step = 0
 
     def resume(self) -> None:
-        """Take the best checkpoint of the folder in which the run goes on; collective."""
+        """Take the best checkpoint of the folder in which the run goes on; collective.
+
+        It stays without ``--keep-best``, too, as the folder's file names it, and by another score
+        until the first checkpoint that has one.
+        """
         found = on_first_rank(_read)(Path(self._args.save), self._args.keep_best)
         self.step, self._score = found
 
@@ -70,12 +74,14 @@ class Best:
             say(f"warning: {file}: cannot write it: {one_line(error)}", self._args)
 
 
-def _read(folder: Path, name: str) -> tuple[int, float | None]:
-    """Return step and score of the best checkpoint; 0 and None if there is none by this score."""
+def _read(folder: Path, name: str | None) -> tuple[int, float | None]:
+    """Return step and score of the best checkpoint: 0 if there is none, None by another score."""
+    step, score = 0, None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads((folder / FILE).read_text())
-        return int(found["step"]), float(found[name])
-    return 0, None
+        step = int(found["step"])
+        score = float(found[name])
+    return step, score
 
 
 def best_of(folder: Path) -> Path:

@@ -110,7 +110,7 @@ def _load(
             )
         if directory and goes_on(args, directory):
             saves.loaded.add(Path(directory).resolve())
-            if args.keep_best and saves_into(args, args.load):
+            if saves_into(args, args.load):
                 saves.best.resume()
         elif directory:
             saves.begun_with = Path(directory).resolve()

@@ -296,7 +296,7 @@ def _print_outcome(session: Session, last: Sequence[Record], log: Path | None) -
         read = {place: token for part in everywhere for place, token in part.items()}
         tell(write_report(args, source, read))
     if args.save and session.run.preset.is_in_transformers:
-        tell("\n".join(next_commands(source, Path(args.save))))
+        tell("\n".join(next_commands(source, Path(args.save), bool(args.keep_best))))
 
 
 def _say_left_out(source: SampleSource, args: Namespace) -> None:

@@ -259,6 +259,18 @@ class TestTheBest:
         assert json.loads((shared_path / "best.json").read_text()) == {"step": 5, "eval_loss": 0.5}
         dist.barrier()
 
+    def test_stays_where_a_run_goes_on_without_it_or_by_another_score(
+        self, shared_path, monkeypatch
+    ):
+        assert self.left(shared_path, monkeypatch, 2) == [2]
+        goes_on = "--load", str(shared_path)
+        assert saved(shared_path, *goes_on, steps=3) == ([3], [2, 3])
+        assert best_of(shared_path).name == "iter_0000002"
+        other = "--keep-best", "eval_accuracy"
+        assert self.left(shared_path, monkeypatch, 4, *goes_on, *other) == [2, 4]
+        assert best_of(shared_path).name == "iter_0000004"
+        dist.barrier()
+
     def test_is_none_where_its_save_failed(self, shared_path, monkeypatch):
         let_fail(monkeypatch, PLACES["a rank's tensors"], 2)
         assert self.left(shared_path, monkeypatch, 3) == [3]
