@@ -48,15 +48,16 @@ class Best:
     def saved(self, step: int) -> int:
         """Name a whole checkpoint the best if it is; return the step of the one before, else 0.
 
-        Collective.
+        Where the file cannot be written, the one before stays the best. Collective.
         """
         score, before = self._scores.get(step), self.step
         if score is None or not (step == before or self._is_better(score)):
             return 0
+        is_written = [self._args.rank == 0 and self._write(step, score)]
+        dist.broadcast_object_list(is_written)  # any rank may read the file now
+        if not is_written[0]:
+            return 0
         self.step, self._score = step, score
-        if self._args.rank == 0:
-            self._write()
-        dist.barrier()  # any rank may read it now
         return before if before != step else 0
 
     def _is_better(self, score: float) -> bool:
@@ -65,13 +66,16 @@ class Best:
         is_lower = score < self._score
         return is_lower if self._args.keep_best == "eval_loss" else score > self._score
 
-    def _write(self) -> None:
+    def _write(self, step: int, score: float) -> bool:
+        """Write the file; return whether it could be written."""
         file = Path(self._args.save, FILE)
         try:
             with whole_file(str(file), open) as best:
-                best.write(json.dumps({"step": self.step, self._args.keep_best: self._score}))
+                best.write(json.dumps({"step": step, self._args.keep_best: score}))
         except OSError as error:
             say(f"warning: {file}: cannot write it: {one_line(error)}", self._args)
+            return False
+        return True
 
 
 def _read(folder: Path, name: str | None) -> tuple[int, float | None]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.loop import best
 from examples.mimo.nemotron_vlm.loop.best import best_of
 from examples.mimo.nemotron_vlm.loop.forward_step import SCORES
 from examples.mimo.nemotron_vlm.options import run
@@ -247,8 +248,8 @@ class TestTheBest:
             return (scores if Utils.rank == Utils.world_size - 1 else {}), None, False
 
         monkeypatch.setattr(training, "evaluate", evaluated)
-        best = ("--keep-best", "eval_loss", "--eval-interval", "1", "--eval-iters", "1")
-        return saved(folder, *best, *options, steps=steps)[1]
+        keeps = ("--keep-best", "eval_loss", "--eval-interval", "1", "--eval-iters", "1")
+        return saved(folder, *keeps, *options, steps=steps)[1]
 
     def test_is_kept_beside_the_newest_until_a_better_one(self, shared_path, monkeypatch):
         assert self.left(shared_path, monkeypatch, 4) == [2, 4]
@@ -269,6 +270,14 @@ class TestTheBest:
         other = "--keep-best", "eval_accuracy"
         assert self.left(shared_path, monkeypatch, 4, *goes_on, *other) == [2, 4]
         assert best_of(shared_path).name == "iter_0000004"
+        dist.barrier()
+
+    def test_stays_where_the_file_that_would_name_another_cannot_be_written(
+        self, shared_path, monkeypatch
+    ):
+        let_fail(monkeypatch, Place(best, "whole_file", 0), 2)
+        assert self.left(shared_path, monkeypatch, 2) == [1, 2]
+        assert best_of(shared_path).name == "iter_0000001"
         dist.barrier()
 
     def test_is_none_where_its_save_failed(self, shared_path, monkeypatch):
