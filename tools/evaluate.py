@@ -46,10 +46,14 @@ def _evaluate(options: Namespace) -> None:
     from conversion.their_model import Conversation, question_of
     from conversion.torch_dist import Checkpoint
     from conversion.whole_models import preset_of_run
+    from examples.mimo.common.errors import UserError
     from examples.mimo.nemotron_vlm.data import make_source
     from examples.mimo.nemotron_vlm.loop.metrics import read_metrics
     from examples.mimo.nemotron_vlm.loop.page import Shown, write_page
 
+    options.out.parent.mkdir(parents=True, exist_ok=True)  # before the questions, not after
+    if options.out.is_dir():
+        raise UserError(f"--out {options.out} is a folder")
     saved = Checkpoint(options.checkpoint)
     args = saved.options
     args.data = options.data or args.data

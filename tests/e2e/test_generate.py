@@ -171,8 +171,11 @@ def test_answers_are_the_most_likely_tokens_of_our_model(trained, capsys, monkey
 
 def test_an_evaluation_asks_about_each_sample(trained, capsys, tmp_path):
     said = answers(capsys, trained.path / "saved", trained.asked.values())
-    page, count = tmp_path / "page.html", max(trained.asked) + 1
+    page, count = tmp_path / "new/page.html", max(trained.asked) + 1
     words = [str(trained.path / "saved"), "--samples", str(count), "--max-tokens", str(ANSWER)]
+    assert evaluate.main([*words, "--out", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert err == f"error: --out {tmp_path} is a folder\n" and not out
     assert evaluate.main([*words, "--out", str(page)]) == 0
     scores, shown = json.loads(capsys.readouterr().out), page.read_text()
     assert scores["samples"] + scores["not_asked"] == count and 0 <= scores["anls"] <= 1
