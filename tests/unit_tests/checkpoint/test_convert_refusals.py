@@ -111,6 +111,9 @@ def test_what_cannot_be_read_or_would_be_written_over_is_named(model, refusal, t
     assert "config.json: model_type is radio, wanted nemotron_h_omni" in refusal(*words)
     said = refusal("megatron-to-hf", tmp_path, "--like", model)
     assert f"{tmp_path}: no checkpoint of the program" in said
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("")
+    assert f"{tracker} names no step" in refusal("megatron-to-hf", tmp_path, "--like", model)
     assert "--model big: no preset" in refusal("hf-to-megatron", "--vlm", model, "--model", "big")
     assert run_converter("hf-to-megatron", "--vlm", model, "--out", tmp_path) == 2
     assert capsys.readouterr().err == f"error: --out {tmp_path} exists already\n"

@@ -133,6 +133,8 @@ class Checkpoint:
             directory = best_of(directory.parent)
         elif tracker.is_file():
             text = tracker.read_text().strip()
+            if text != "release" and not text.isdecimal():
+                raise UserError(f"{tracker} names no step")
             directory /= text if text == "release" else f"iter_{int(text):07}"
         self.directory = directory
         try:
