@@ -3,6 +3,7 @@
 """A whole run on one rank: arguments, groups, Megatron's ``pretrain``, and the report."""
 
 import io
+import math
 import os
 import signal
 import sys
@@ -250,8 +251,9 @@ def train(session: Session, note: Callable[[Record], object] | None = None) -> N
     args, loading = session.run.args, session.loading
 
     def begin() -> None:
-        # Only now: a run whose checkpoint is refused keeps the last run's file.
-        if folder := config_folder(args):
+        # Only now: a run whose checkpoint is refused, or that trains nothing, keeps the last file.
+        trains = not args.skip_train and args.iteration < (args.train_iters or math.inf)
+        if trains and (folder := config_folder(args)):
             file, text = folder / "config.yaml", session.run.line.config
             if errors := on_all_ranks(lambda: args.rank or write_config(file, text))[1]:
                 raise UserError(f"{file}: cannot write it: {errors[0]}")

@@ -153,12 +153,15 @@ def test_the_throughput_counts_the_steps_own_samples_in_every_layout(layout):
 
 @requires_world_size(1)
 def test_a_checkpoint_is_loaded_and_its_score_said_where_nothing_is_trained(tmp_path, capsys):
-    """The score is the one that the run which saved it had at its end."""
+    """The score is the one that the run which saved it had at its end; its options stay."""
     saved, evaluates = str(tmp_path), ("--eval-iters", "2")
     *_, last = trajectory(*ONE_MICROBATCH, *evaluates, "--save", saved, steps=1)
+    written = (tmp_path / "config.yaml").read_text()
+    again = (*ONE_MICROBATCH, *evaluates, "--load", saved, "--save", saved)
+    assert trajectory(*again, steps=1) == []  # the step is there
     capsys.readouterr()
-    again = (*ONE_MICROBATCH, *evaluates, "--load", saved, "--skip-train")
-    assert trajectory(*again, steps=1) == []
+    assert trajectory(*again, "--skip-train", steps=1) == []
+    assert (tmp_path / "config.yaml").read_text() == written
     names = "eval_loss", "eval_accuracy", "eval_exact_match"
     score = ", ".join(f"{name.replace('_', ' ')} {last[name]}" for name in names)
     assert score in capsys.readouterr().err.splitlines()
