@@ -66,11 +66,13 @@ def test_a_loss_that_is_not_finite_is_one_line_with_the_cure():
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path):
-    """The run before has written its report and its options."""
+    """The run before has counted samples, and written its report and its options."""
     page, metrics = tmp_path / "report.html", tmp_path / "metrics.jsonl"
     report = ("--eval-iters", "1", "--report", page, "--metrics-out", metrics)
-    codes, said = run(1, *report, "--train-iters", "2", "--save-interval", "1", "--save", tmp_path)
+    samples = "--train-samples", "64", "--global-batch-size", "32"
+    codes, said = run(1, *report, *samples, "--save-interval", "1", "--save", tmp_path)
     assert codes == [0], said
+    assert "\nstep 2 of 2: loss" in said and "a larger --train-samples goes on" in said
     assert page.read_text().count("<svg") == 4 and f"page: {page.as_uri()}\n" in said
     before = (tmp_path / "config.yaml").read_text()
     assert f"\nsave: {tmp_path}\n" in before

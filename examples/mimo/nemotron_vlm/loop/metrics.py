@@ -120,13 +120,14 @@ class _Watch:
         self._args, self._loading, self._note = args, loading, note
         self._train_step, self._evaluate = training.train_step, training.evaluate
         self._save_checkpoint = training.save_checkpoint_and_time
-        self._writer = MetricsWriter(args.metrics_out, args.train_iters)
+        self._writer = MetricsWriter(args.metrics_out)
         self._held: Record | None = None
         self._reported = _OnTheWay({})
         self._idle_since: float | None = None
 
     def train_step(self, step, data, model, optimizer, *rest, **named) -> object:
         if self._idle_since is None:
+            self._writer.total_steps = self._args.train_iters  # --train-samples' are known now
             tell("taking the first step, which takes longest")
         started, waited = time.perf_counter(), self._loading.waited_s
         # Before the step: afterwards, the optimizer has the next step's rate.
@@ -219,8 +220,8 @@ class MetricsWriter:
         total_steps: steps of the whole run.
     """
 
-    def __init__(self, path: Path | None, total_steps: int | None) -> None:
-        self._path, self._total_steps = path, total_steps
+    def __init__(self, path: Path | None, total_steps: int | None = None) -> None:
+        self._path, self.total_steps = path, total_steps
         self._file = self._bar = None
         self._step = self._begin = self._skipped = 0
         self._lines: list[bytes] = []
@@ -238,7 +239,7 @@ class MetricsWriter:
         step = record["step"]
         if self._bar is None:
             self._file = self._path and _reopen(self._path, step - 1)
-            self._bar = tqdm(total=self._total_steps, initial=step - 1, **BAR)
+            self._bar = tqdm(total=self.total_steps, initial=step - 1, **BAR)
         is_new, self._step = step != self._step, step
         if self._file:
             self._append(json.dumps(record).encode() + b"\n", is_new)
@@ -251,10 +252,10 @@ class MetricsWriter:
         if self._skipped:
             shown["skipped steps"] = str(self._skipped)
         now = time.monotonic()
-        is_due = step == self._total_steps or now - self._last_line >= LINE_INTERVAL_S
+        is_due = step == self.total_steps or now - self._last_line >= LINE_INTERVAL_S
         if is_new and is_due:
             self._last_line = now
-            tell(f"step {step} of {self._total_steps}: {_listed(shown)}", self._bar.disable)
+            tell(f"step {step} of {self.total_steps}: {_listed(shown)}", self._bar.disable)
 
     def _append(self, line: bytes, is_new: bool) -> None:
         """Write a line, with those before it that a full disk has not taken."""

@@ -106,7 +106,8 @@ def ending(args: Namespace, records: Sequence[dict], log: Path | None) -> str:
         device = "GPU" if args.device == "cuda" else "rank"
         said.append(f"speed: {tokens:,.0f} tokens/s and {tflops:.3g} TFLOP/s a {device}")
     if args.save:
-        larger = " with a larger --train-iters goes on"
+        counted = "samples" if args.train_samples else "iters"
+        larger = f" with a larger --train-{counted} goes on"
         said.append(f"newest: {standing}".replace(" goes on", larger))
     places = {"metrics": args.metrics_out, "log": log, "TensorBoard": args.tensorboard_dir}
     said += [f"{name}: {Path(path).absolute()}" for name, path in places.items() if path]
