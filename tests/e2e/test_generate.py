@@ -111,7 +111,8 @@ class Trained(NamedTuple):
 def trained(request, tmp_path_factory) -> Iterator[Trained]:
     """Random weights at first, so large that every one matters to an answer."""
     Utils.read_environment()
-    path, name = tmp_path_factory.mktemp("generate"), request.param
+    path, name = tmp_path_factory.mktemp("generate") / "a folder", request.param
+    path.mkdir()
     make, media = KINDS[name]
     source, options = make(path)
     options += [*BATCH, "--seq-length", str(LENGTH), *(["--bf16"] if HAVE_CUDA else [])]
@@ -166,7 +167,7 @@ def test_answers_are_the_most_likely_tokens_of_our_model(trained, capsys, monkey
     monkeypatch.chdir(path / "saved")
     assert answers(capsys, Path("best"), asked.values()) == said
     more = " video sound" if "--dynamic-resolution" in options else ""
-    assert_verified(path / "saved", converted, f"text image{more}")
+    assert_verified(path / "saved/best", converted, f"text image{more}")
 
 
 def test_an_evaluation_asks_about_each_sample(trained, capsys, tmp_path):

@@ -25,15 +25,18 @@ def whole_model(directory: Path) -> Checkpoint:
     return _Merged(saved) if any(map(is_adapter, saved.tensors)) else saved
 
 
-def loading(directory: Path) -> str:
+def loading(directory: Path) -> list[str]:
     """Return the options with which the program loads a checkpoint, and its base."""
-    saved = Checkpoint(directory)
+    saved, step = Checkpoint(directory), []
+    if not directory.exists():  # FOLDER/best
+        directory, step = directory.parent, [f"--ckpt-step={int(saved.directory.name[5:])}"]
+    words = ["--finetune", f"--load={directory}", *step]
     if not any(map(is_adapter, saved.tensors)):
-        return f"--pretrained-checkpoint {directory}"
+        return words if step else [f"--pretrained-checkpoint={directory}"]
     args, names = saved.options, ("lora_dim", "lora_alpha", "lora_target_modules", "train_parts")
-    words = ["--finetune"] + [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
-    words += [f"--load={directory}", f"--pretrained-checkpoint={args.pretrained_checkpoint}"]
-    return " ".join(words + ["--lora-rs"] * args.lora_rs)
+    words += [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
+    words += [f"--pretrained-checkpoint={args.pretrained_checkpoint}"]
+    return words + ["--lora-rs"] * args.lora_rs
 
 
 def matrices_of(weight: str) -> tuple[str, str]:

@@ -160,12 +160,14 @@ def our_logits(
 
     length = max(len(ids) for ids, _ in source.samples)
     line = f"--seq-length {length} --micro-batch-size 1 --global-batch-size {count} --skip-train "
-    line += f"--train-iters 1 --eval-iters 1 {loading(checkpoint)}"
+    line += "--train-iters 1 --eval-iters 1"
     if isinstance(preset.images, RadioOfAnySize):
         line += " --dynamic-resolution"
     os.environ.update(ALONE)
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        session = program.open_session(Run.of([*line.split(), *words], 1, preset), source)
+        session = program.open_session(
+            Run.of([*line.split(), *loading(checkpoint), *words], 1, preset), source
+        )
         try:
             with replaced(program, forward_step=noted):
                 program.train(session)
