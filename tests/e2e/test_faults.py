@@ -86,6 +86,14 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
     assert (tmp_path / "config.yaml").read_text() == before
 
 
+def test_commands_are_named_where_tools_can_take_the_checkpoint(tmp_path):
+    """They cannot without the base of adapters: initial weights are not saved."""
+    words = "--train-iters", "1", "--eval-iters", "0", "--save"
+    for options in ((), ("--lora-dim", "4")):
+        codes, said = run(1, *words, tmp_path / str(len(options)), *options)
+        assert codes == [0] and ("\nexport it: " in said) == (not options), said
+
+
 ARGUMENTS = (
     *("--placement", "non-colocated", "--train-iters", "6", "--save-interval", "2"),
     *("--global-batch-size", "8", "--micro-batch-size", "4", "--seed", "1"),
