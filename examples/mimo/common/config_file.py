@@ -17,7 +17,8 @@ from examples.mimo.common.errors import UserError, one_line
 
 CONFIG = "--config"
 FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-VARIABLE = re.compile(r"\$\{(\w+)\}")
+VARIABLE = re.compile(r"\$?\$\{(\w+)\}")
+"""A variable of the environment; with two dollar signs, a text that has one of them."""
 
 NOT_THERE = {
     "video-pruning-rate": "training keeps all rows of a clip, because the host must know their "
@@ -134,11 +135,16 @@ def _turned_off(where: str, name: str, known: dict) -> list[str]:
 
 
 def _with_variables(where: str, text: str) -> str:
-    """Replace ``${NAME}`` by the variable of the environment."""
-    for name in VARIABLE.findall(text):
-        if name not in os.environ:
-            raise UserError(f"{where}: set the environment variable {name}")
-    return VARIABLE.sub(lambda match: os.environ[match[1]], text)
+    """Replace ``${NAME}`` by the variable of the environment, and ``$${`` by ``${``."""
+
+    def value(match: re.Match) -> str:
+        if match[0].startswith("$$"):
+            return match[0][1:]
+        if match[1] not in os.environ:
+            raise UserError(f"{where}: set the environment variable {match[1]}")
+        return os.environ[match[1]]
+
+    return VARIABLE.sub(value, text)
 
 
 def as_yaml(argv: Sequence[str], parser: argparse.ArgumentParser, read: argparse.Namespace) -> str:
@@ -157,7 +163,7 @@ def as_yaml(argv: Sequence[str], parser: argparse.ArgumentParser, read: argparse
         yaml_implicit_resolvers: dict = {}
 
     known, given = parser._option_string_actions, {}
-    for word in argv:
+    for word in (VARIABLE.sub(r"$\g<0>", word) for word in argv):
         name, is_set, value = word.partition("=")
         if word.startswith("--") and name in known:
             key, last = name[2:], known[name].dest

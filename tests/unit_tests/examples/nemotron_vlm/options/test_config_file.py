@@ -60,7 +60,8 @@ def test_a_file_means_the_same_as_the_command_line_and_the_command_line_wins(tmp
 
 
 def test_what_a_run_writes_starts_it_again(tmp_path):
-    first = options(tmp_path, OPTIONS, "--no-squared-relu", "--cp-comm-type", "p2p", "--seed", "7")
+    more = ("--no-squared-relu", "--cp-comm-type", "p2p", "--seed", "7")
+    first = options(tmp_path, OPTIONS, *more, "--prompt", "${A} $${B} $C")
     write_config(tmp_path / "again.yaml", first.line.config)
     text = (tmp_path / "again.yaml").read_text()
     assert text.startswith("# overlay ") and "# adam_beta2: 0.95" in text
