@@ -87,7 +87,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
 
 
 def test_commands_are_named_where_tools_can_take_the_checkpoint(tmp_path):
-    """They cannot without the base of adapters: initial weights are not saved."""
+    """Tools need the base of adapters, and initial weights are not saved."""
     words = "--train-iters", "1", "--eval-iters", "0", "--save"
     for options in ((), ("--lora-dim", "4")):
         codes, said = run(1, *words, tmp_path / str(len(options)), *options)

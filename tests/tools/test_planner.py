@@ -295,7 +295,7 @@ GRAPHS = "--device cuda --bf16 --transformer-impl transformer_engine --cuda-grap
     ],
 )
 def test_the_program_takes_the_plans(more, monkeypatch):
-    """Their commands have the other options, whose rules they keep."""
+    """A plan's command has the user's other options, and must keep their rules."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     alone = "--seq-length 64 --placement colocated --micro-batch-size 1"
     task = plan.task_of(Run.of(shlex.split(f"{more} {alone}"), 1), 4)

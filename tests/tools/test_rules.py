@@ -88,7 +88,7 @@ def test_the_declaration_is_what_the_source_does(world, declared, source, proble
 
 
 def test_an_error_without_a_file_has_no_name(capsys):
-    """A pipe that nobody reads has none, nor has a lock that a file system refuses."""
+    """Errors of a broken pipe and of a refused lock name no file."""
 
     def main(_argv=None):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")

@@ -52,8 +52,8 @@ def seen_from(folder: Path, args: Namespace) -> None:
     """Let the paths of a run's options name the same files from any folder.
 
     Args:
-        folder: in which the run began.
-        args: its options; those that name no file there are left as they are.
+        folder: the folder in which the run began.
+        args: its options; a path of no file there stays as it is.
     """
     for name in ("model", "data", "tokenizer_model", "surveys", "pretrained_checkpoint"):
         given = getattr(args, name) or ""

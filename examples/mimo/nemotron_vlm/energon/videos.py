@@ -133,11 +133,12 @@ def _upright(frame: Any) -> np.ndarray:
 def _count(container: Any, stream: Any, is_whole: bool) -> int:
     """Return the number of frames of a stream that are shown, if none is missing.
 
-    A header may have only those of the first fragment, or also those that an edit list leaves out.
-    From a key frame to where a clip was cut, an edit list hides frames, which are not decoded.
+    A header may count the frames of the first fragment alone, or also frames that an edit list
+    leaves out. From a key frame to the place of a cut, an edit list hides frames, which are not
+    decoded.
 
     Args:
-        is_whole: whether the file is; else the header has what is missing.
+        is_whole: whether the file has all its data; if not, the header counts the missing frames.
     """
     hidden = [packet.is_discard for packet in container.demux(stream) if packet.size]
     container.seek(0)

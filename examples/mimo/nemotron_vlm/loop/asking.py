@@ -20,7 +20,7 @@ def next_commands(source: SampleSource, checkpoints: Path, keeps_best: bool) -> 
     """Return lines with the commands for a trained model, or for its best checkpoint.
 
     Args:
-        keeps_best: the run does; else the best one may be another run's.
+        keeps_best: whether the run keeps its best one; if not, the folder's may be another run's.
     """
     checkpoints = checkpoints.absolute()  # as the paths beside it on the terminal
     has_best = keeps_best and (checkpoints / BEST).exists()

@@ -95,7 +95,7 @@ def _load(
     directory, saved = newest(args), None
     before = args.no_load_rng, args.verify_integrity, args.override_opt_param_scheduler
     not_saved = args.no_save_optim, args.no_save_rng
-    # Megatron reads only what it would save: it would miss the rest, and end, with exit code 0.
+    # Megatron reads only what it would save. Without the rest, the run would end with exit code 0.
     args.no_save_optim = args.no_save_rng = False
     # The scheduler knows this option. Upstream's main would give all modules --lr for it, and count
     # skipped steps as steps of the schedule.

@@ -127,7 +127,8 @@ class _Watch:
 
     def train_step(self, step, data, model, optimizer, *rest, **named) -> object:
         if self._idle_since is None:
-            self._writer.total_steps = self._args.train_iters  # --train-samples' are known now
+            # Megatron computes it from --train-samples after this object was made.
+            self._writer.total_steps = self._args.train_iters
             tell("taking the first step, which takes longest")
         started, waited = time.perf_counter(), self._loading.waited_s
         # Before the step: afterwards, the optimizer has the next step's rate.

@@ -297,7 +297,7 @@ def _print_outcome(session: Session, last: Sequence[Record], log: Path | None) -
     if args.report:
         read = {place: token for part in everywhere for place, token in part.items()}
         tell(write_report(args, source, read))
-    has_base = args.pretrained_checkpoint or not args.lora_dim  # else tools cannot have it
+    has_base = args.pretrained_checkpoint or not args.lora_dim  # else tools have no base
     if args.save and has_base and session.run.preset.is_in_transformers:
         tell("\n".join(next_commands(source, Path(args.save), bool(args.keep_best))))
 

@@ -39,7 +39,7 @@ def complete(args: Namespace, preset: VLMPreset) -> None:
     args.store_param_remainders = True  # checkpoints have whole master weights, and say so by this
     args.token_ids = {each.name: each.token for each in preset.encoders}  # data may have others
     args.encoder_sizes = {each.name: asdict(each) for each in preset.encoders}  # for checkpoints
-    args.begun_in = str(Path.cwd())  # tools find by it what a checkpoint's options name
+    args.begun_in = str(Path.cwd())  # tools resolve a checkpoint's paths by it
     if args.metrics_out:
         args.metrics_out = args.metrics_out.absolute()  # tools find it by a checkpoint
     args.language_std = args.init_method_std  # None: each matrix's follows from its inputs

@@ -93,7 +93,7 @@ def is_taken(plan: Plan) -> bool:
     if args.eval_iters:
         sizes = args.eval_global_batch_size, args.eval_micro_batch_size, args.seq_length
         batches.append(Batch(*sizes))
-    # First: a broken rule of layouts looks for the nearest that keep it, which takes long.
+    # First, as a broken rule of layouts searches for the nearest allowed ones, which takes long.
     others = (replace(layouts, batch=each) for each in batches if each != layouts.batch)
     if not all(are_allowed(each, ranks, options.preset) for each in others):
         return False

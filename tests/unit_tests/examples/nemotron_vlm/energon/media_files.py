@@ -102,8 +102,8 @@ def mp4(clockwise: str = "0", **options: str) -> bytes:
 
 
 def cut(clip: bytes, frames: int) -> bytes:
-    """Return a clip without its first frames, as a program cuts it that encodes nothing anew: they
-    are in the file, and its edit list hides them."""
+    """Return a clip without its first frames, cut without encoding: the file has these frames,
+    and its edit list hides them."""
     file, options = io.BytesIO(), {"avoid_negative_ts": "disabled"}
     with av.open(io.BytesIO(clip)) as whole, av.open(file, "w", "mp4", options) as part:
         stream = whole.streams.video[0]

@@ -221,7 +221,7 @@ def test_frames_that_begin_as_mp4_does_are_images():
 
 
 def test_greys_of_16_bits_may_be_a_negative():
-    """As in X-rays, whose white is 0; so FFmpeg reads them."""
+    """White is 0 in X-rays; FFmpeg reads them so."""
     data = saved(Image.fromarray(DEEP), "TIFF", tiffinfo={images.PHOTOMETRIC: 0})
     with av.open(io.BytesIO(data)) as file:
         greys = next(file.decode(video=0)).to_ndarray()

@@ -140,7 +140,7 @@ def test_a_file_is_what_transformers_reads(name, tmp_path):
 
 
 def test_a_clip_has_all_frames_that_are_shown_whatever_its_header_counts():
-    """It was cut from a longer one, or written in fragments, of which the header has the first."""
+    """The clip was cut from a longer one, or its header counts the first fragment alone."""
     _, every = READER.video.frames_of((media_files.mp4(),), 0.0)
     in_pieces = media_files.mp4(frag_duration="400000")
     for data, counted, shown in (

@@ -82,7 +82,7 @@ def test_base64_in_the_place_of_a_path_does_not_fill_the_screen(tmp_path, tokeni
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path, tokenizer):
-    """Some editors write it, before JSON as before a caption."""
+    """Some editors write a byte order mark before JSON, and before a caption."""
     for name, mark in (("a", ""), ("b", "\ufeff")):
         folder = tmp_path / name
         folder.mkdir()
@@ -99,7 +99,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path, tokenizer):
 
 
 def test_arguments_of_tools_are_in_parquet_what_they_are_in_lines(tmp_path, tokenizer):
-    """A column's objects have all keys that any of them has."""
+    """In Parquet, each object of a column has the keys of all its objects."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     calls = (
         {"name": "add", "arguments": {"numbers": [1, 2]}},
@@ -139,7 +139,7 @@ def test_a_survey_with_the_tool_reads_media_that_were_mended(tmp_path, tokenizer
 
 
 def test_a_record_that_shares_its_line_is_named_by_its_number(tmp_path):
-    """As json.dump writes a list, all are in one line."""
+    """json.dump writes all records of a list on one line."""
     (tmp_path / "a.json").write_text('[{"a": 1},\n{"a": 2}, {"a": 3}, {"a": 4}]')
     found = FileSet(tmp_path / "a.json", None)
     wanted = ["a.json:1", *(f"a.json:2 record {number}" for number in (2, 3, 4))]

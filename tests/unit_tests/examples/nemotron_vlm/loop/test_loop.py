@@ -153,7 +153,7 @@ def test_the_throughput_counts_the_steps_own_samples_in_every_layout(layout):
 
 @requires_world_size(1)
 def test_a_checkpoint_is_loaded_and_its_score_said_where_nothing_is_trained(tmp_path, capsys):
-    """The score is the one that the run which saved it had at its end; its options stay."""
+    """The score is what the first run had at its end; that run's config.yaml stays."""
     saved, evaluates = str(tmp_path), ("--eval-iters", "2")
     *_, last = trajectory(*ONE_MICROBATCH, *evaluates, "--save", saved, steps=1)
     written = (tmp_path / "config.yaml").read_text()
