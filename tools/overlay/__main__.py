@@ -62,7 +62,7 @@ def reported(main: Callable[..., int]) -> Callable[..., int]:
             lines, code = error.lines, error.code
         except OSError as error:
             where = error.filename2 or error.filename  # none of a pipe, or of a lock
-            lines, code = [": ".join(filter(None, (where, error.strerror)))], FAILED
+            lines, code = [f"{where}: {error.strerror}" if where else error.strerror], FAILED
         for line in lines:
             print(f"error: {line}", file=sys.stderr)
         return code
