@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from argparse import Namespace
 from collections.abc import Mapping
 from importlib import import_module
@@ -53,12 +54,15 @@ def seen_from(folder: Path, args: Namespace) -> None:
 
     Args:
         folder: the folder in which the run began.
-        args: its options; a path of no file there stays as it is.
+        args: its options; a preset's name, or a path of no file there, stays as it is.
     """
+    from examples.mimo.nemotron_vlm.model.presets import PRESETS
+
     for name in ("model", "data", "tokenizer_model", "surveys", "pretrained_checkpoint"):
         given = getattr(args, name) or ""
         path = path_of(given) if name == "data" else given
-        if path and (folder / path).exists():
+        is_preset = name == "model" and given in PRESETS
+        if path and not is_preset and os.path.exists(folder / path):  # False if it may not look
             setattr(args, name, given.removesuffix(path) + str(folder / path))
 
 

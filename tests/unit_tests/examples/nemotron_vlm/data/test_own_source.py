@@ -3,12 +3,13 @@
 """A source of the user's own: the class of docs/user/your-own-source.md, and bad parameters."""
 
 import re
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.data import make_source
+from examples.mimo.nemotron_vlm.data import make_source, seen_from
 from examples.mimo.nemotron_vlm.planner.plan import rows_of
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_digits
 from tests.unit_tests.examples.nemotron_vlm.runs import options_of, trainer
@@ -57,3 +58,13 @@ def test_a_bad_parameter_is_one_line(data, error, options):
     with pytest.raises(UserError, match=f"^--data {re.escape(data)}.*{error}") as refused:
         make_source(chosen.args, chosen.preset)
     assert "\n" not in str(refused.value)
+
+
+def test_paths_of_a_run_name_the_same_files_from_any_folder(tmp_path):
+    """A folder may have a preset's name, and a name may be too long for a path."""
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "a.jsonl").touch()
+    others = {"tokenizer_model": "a" * 300, "surveys": None, "pretrained_checkpoint": "none"}
+    args = Namespace(model="tiny", data="energon:a.jsonl", **others)
+    seen_from(tmp_path, args)
+    assert args == Namespace(model="tiny", data=f"energon:{tmp_path}/a.jsonl", **others)
