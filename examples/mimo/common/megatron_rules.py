@@ -126,7 +126,7 @@ OF_MEGATRON = [
         "--recompute-modules with layernorm",
         lambda r: (
             has(r, "--device cpu with --recompute-granularity selective")
-            and "layernorm" in r.args.recompute_modules
+            and "layernorm" in (r.args.recompute_modules or ())
         ),
         "it needs Transformer Engine, which no CPU rank sees: --device cuda",
         example="--recompute-granularity selective --recompute-modules layernorm",

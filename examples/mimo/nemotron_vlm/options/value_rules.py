@@ -30,12 +30,10 @@ AT_LEAST_0 = """num_workers eval_iters lr_warmup_iters recompute_encoder seed lr
     lr_warmup_init weight_decay adam_eps init_method_std loss_scale ffn_hidden_size lora_dim
     lora_alpha distributed_timeout_seconds_after_init decoupled_lr decoupled_min_lr clip_grad
     start_weight_decay end_weight_decay lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples
-    manual_gc_interval exit_interval exit_duration_in_mins initial_loss_scale
-    min_loss_scale""".split()
+    manual_gc_interval exit_interval exit_duration_in_mins""".split()
 LEAST = dict.fromkeys(AT_LEAST_1, 1) | dict.fromkeys([*AT_LEAST_0, *FRACTIONS], 0)
 MOST = {"min_lr": "lr", "lr_warmup_init": "lr", "moe_router_topk": "num_experts"}
 MOST |= {"decoupled_min_lr": "decoupled_lr", "start_weight_decay": "end_weight_decay"}
-MOST |= {"min_loss_scale": "initial_loss_scale"}
 """Options that must not be larger than another."""
 
 
@@ -138,6 +136,12 @@ OF_VALUES = [
         ),
         "{train_samples} must be {global_batch_size} or more, the samples of a step",
         example="--train-samples 0",
+    ),
+    Rule(
+        "--min-loss-scale",
+        lambda r: r.args.fp16 and not 0 < r.asked.min_loss_scale <= r.asked.initial_loss_scale,
+        "{min_loss_scale} must be above 0, and at most --initial-loss-scale {initial_loss_scale}",
+        example="--fp16 --min-loss-scale 0",
     ),
     Rule("", _of_schedule, example="--train-iters 6 --lr-warmup-iters 6"),
     Rule(

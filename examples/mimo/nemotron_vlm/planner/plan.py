@@ -232,7 +232,7 @@ def plan_of(options: Run) -> Plan:
     args, precision = options.args, 2 if options.args.bf16 or options.args.fp16 else 4
     recompute = args.recompute_granularity or "none"
     if recompute == "selective":
-        recompute = "moe" if "moe" in args.recompute_modules else "none"
+        recompute = "moe" if "moe" in (args.recompute_modules or ()) else "none"
     task = task_of(options, args.world_size, precision=precision, reserved_bytes=0.0)
     return Plan(task, options.layouts, recompute, options.schedule)
 

@@ -17,6 +17,7 @@ from examples.mimo.common.rules import check
 from examples.mimo.nemotron_vlm.options import derived, run
 from examples.mimo.nemotron_vlm.options.rules import RULES
 from examples.mimo.nemotron_vlm.options.run import Run
+from examples.mimo.nemotron_vlm.planner.plan import plan_of
 from megatron.training.arguments import add_megatron_arguments
 from megatron.training.training import get_megatron_optimizer_config
 from tests.unit_tests.examples.nemotron_vlm import preloaded  # noqa: F401 (its parser is quick)
@@ -51,6 +52,7 @@ FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 PACK = "--pack --micro-batch-size 1 --seq-length 64"
 COUNTS = f"{GRAPHS} --data mock --moe-grouped-gemm --cuda-graph-modules attn moe"
 CLIPS = "--model tiny-omni --dynamic-resolution"
+LOCAL = "--transformer-impl local --device cuda"
 LINES = [
     ("--hidden-dropout 2", "^--hidden-dropout must be below 1$"),
     ("--moe-router-topk 9", "^--moe-router-topk 9 must be at most --num-experts 8$"),
@@ -58,7 +60,7 @@ LINES = [
     ("--decoupled-lr -1", "^--decoupled-lr must be 0 or more$"),
     ("--tensorboard-log-interval 0", "^--tensorboard-log-interval must be 1 or more$"),
     ("--fp16 --hysteresis 0", "^--hysteresis must be 1 or more$"),
-    ("--fp16 --initial-loss-scale 2 --min-loss-scale 4", "^--min-loss-scale 4.0 must be at most"),
+    ("--fp16 --initial-loss-scale 2 --min-loss-scale 4", "4.0 must be above 0, and at most --ini"),
     (
         "--start-weight-decay 0.1 --end-weight-decay 0 --weight-decay-incr-style linear",
         "^--start-weight-decay 0.1 must be at most --end-weight-decay 0.0$",
@@ -124,6 +126,11 @@ def test_rules_of_other_programs_need_no_run_of_this_one():
     assert [rule for rule in others if rule.is_broken(made)][-3:] == IN_OTHERS
 
 
+@pytest.mark.parametrize("device", ["--device cpu", f"{LOCAL} --bf16 --dry-run 1"])
+def test_recomputation_chooses_its_modules_if_none_is_named(device):
+    assert plan_of(parsed(f"{device} --recompute-granularity selective", 1)).recompute == "none"
+
+
 def test_batches_of_evaluation_need_fit_only_if_there_are_any():
     line = "--encoder dp=4 --language tp=4 --placement non-colocated"
     line += " --eval-micro-batch-size 1 --eval-global-batch-size 4"
@@ -134,7 +141,6 @@ def test_batches_of_evaluation_need_fit_only_if_there_are_any():
 
 GROUPED = "--device cuda --data mock --moe-grouped-gemm --bf16"
 RECOMPUTE = "--recompute-granularity selective --recompute-modules moe_act"
-LOCAL = "--transformer-impl local --device cuda"
 MOCK = f"{GRAPHS} --data mock"
 PLAIN = f"{ENGINE} --bf16"
 SAVES = "--device cuda --save saved"
