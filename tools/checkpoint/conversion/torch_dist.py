@@ -150,7 +150,7 @@ class Checkpoint:
 
     @property
     def options(self) -> Namespace:
-        """Options of the run that saved it; its paths are those of the run from any folder.
+        """Options of the run that saved it; its paths name the run's files from any folder.
 
         Raises:
             UserError: it is a converted one, which has none.

@@ -61,7 +61,7 @@ ITEMS = {"image": IMAGES, "video": VIDEO, "audio": SOUND, "sound": SOUND}
 SOURCES = "type", "path", "url", "image", "video", "audio", "sound"
 """Keys of an item of a medium; its file is the sample's."""
 DECODERS = {"json": json.loads, "txt": partial(str, encoding="utf-8-sig")}
-"""Decoders of texts; those of some editors begin with a byte order mark."""
+"""Decoders of texts; some editors write a byte order mark before a text."""
 
 
 class MediaFile(str):
