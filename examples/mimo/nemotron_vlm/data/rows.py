@@ -91,11 +91,6 @@ class Rows:
         known = self._costs(self.split, low, high - low)[:, 0]
         return [known[np.array(row) - low] for row in samples]
 
-    def squares(self, samples: list[list[int]]) -> np.ndarray:
-        """Return the sum of each row's squared lengths of samples, float64 [rows]: their attention
-        is in proportion to it."""
-        return np.array([(of_row.astype(float) ** 2).sum() for of_row in self.tokens(samples)])
-
     def inputs(self, samples: list[list[int]], encoder: Encoder, width: int) -> list[np.ndarray]:
         """Return an encoder's inputs in each row, int64 [inputs, 5]: columns `SAMPLE` to `SIZE`."""
         low, high = self._bounds(samples)
@@ -143,6 +138,16 @@ class Rows:
             order = np.random.default_rng([self._seed, window]).permutation(len(rows))
             self._window = window, [[first + i for i in rows[place]] for place in order]
         return self._window[1]
+
+
+def squares_of(tokens: list[np.ndarray]) -> np.ndarray:
+    """Return the sum of the squared lengths in each row, float64 [rows], to which its attention is
+    in proportion.
+
+    Args:
+        tokens: the samples' lengths, as `Rows.tokens` returns them.
+    """
+    return np.array([(of_row.astype(float) ** 2).sum() for of_row in tokens])
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from examples.mimo.common.layout import Layouts
 from examples.mimo.nemotron_vlm.data.balance import assign_rows, cut_evenly, in_turns
-from examples.mimo.nemotron_vlm.data.rows import PLACE, ROWS, SAMPLE, WORK, Rows
+from examples.mimo.nemotron_vlm.data.rows import PLACE, ROWS, SAMPLE, WORK, Rows, squares_of
 from examples.mimo.nemotron_vlm.model.encoders import Encoder
 from megatron.core.models.mimo.bridge.topology import atoms_of
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
@@ -100,8 +100,9 @@ class StepPlan:
         # What packed rows cost beyond what all rows cost alike: their attention.
         squares, packed = np.zeros(len(samples)), None
         if rows.packing:
-            squares, tokens = rows.squares(samples), sum(map(np.sum, rows.tokens(samples)))
-            packed = float(tokens / len(samples)), float(squares.mean())
+            tokens = rows.tokens(samples)
+            squares = squares_of(tokens)
+            packed = float(sum(map(np.sum, tokens)) / len(tokens)), float(squares.mean())
         placed = np.arange(len(samples)).reshape(count, dp, -1)
         size = 1 if apart else self.schedule.at_once(self.layouts.language.pp, count)
         if self.balance:

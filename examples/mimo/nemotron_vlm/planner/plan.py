@@ -21,7 +21,7 @@ import torch
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import PLACEMENTS, Layout, Layouts
 from examples.mimo.nemotron_vlm.data import DIGITS, SOURCES, digits_of_strip, make_source, path_of
-from examples.mimo.nemotron_vlm.data.rows import SIZE, Packing, Rows
+from examples.mimo.nemotron_vlm.data.rows import SIZE, Packing, Rows, squares_of
 from examples.mimo.nemotron_vlm.model.encoders import Encoder
 from examples.mimo.nemotron_vlm.model.names import IMAGES
 from examples.mimo.nemotron_vlm.model.part_settings import ModelPart
@@ -101,7 +101,7 @@ def rows_of(args: Namespace, preset: VLMPreset) -> tuple[tuple[Inputs, ...], flo
     if tokens > args.seq_length:
         what = f"{words_of(preset, found)}: {tokens:.0f} tokens"
         raise UserError(f"{what} do not fit --seq-length {args.seq_length}")
-    squares = float(rows.squares(first).mean()) if packing else args.seq_length**2
+    squares = float(squares_of(rows.tokens(first)).mean()) if packing else args.seq_length**2
     return tuple(found), squares
 
 
