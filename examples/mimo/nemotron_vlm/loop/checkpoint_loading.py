@@ -93,8 +93,8 @@ def _load(
         if not args.load or _text_of(_tracker(args.load)) is None:
             return 0, 0
     directory, saved = newest(args), None
-    before = args.no_load_rng, args.verify_integrity, args.override_opt_param_scheduler
-    not_saved = args.no_save_optim, args.no_save_rng
+    set_here = "no_load_rng verify_integrity override_opt_param_scheduler no_save_optim no_save_rng"
+    before = {name: getattr(args, name) for name in set_here.split()}
     # Megatron reads only what it would save. Without the rest, the run would end with exit code 0.
     args.no_save_optim = args.no_save_rng = False
     # The scheduler knows this option. Upstream's main would give all modules --lr for it, and count
@@ -138,8 +138,7 @@ def _load(
     except (CheckpointingException, pickle.UnpicklingError, AssertionError, ValueError) as error:
         raise _refusal(args, directory, error) from error
     finally:
-        args.no_load_rng, args.verify_integrity, args.override_opt_param_scheduler = before
-        args.no_save_optim, args.no_save_rng = not_saved
+        vars(args).update(before)
 
 
 def _load_base(
