@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the environment asks of PyTorch's allocator; PyTorch is not imported."""
+"""This module reads what the environment asks of PyTorch's allocator, without importing PyTorch."""
 
 import os
 

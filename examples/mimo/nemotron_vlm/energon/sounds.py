@@ -18,7 +18,7 @@ LONGEST = 1 << 62
 """More samples stand for a number that is not known, as in FLAC that was written to a pipe."""
 
 COUNTED = re.compile(rb"(?:Xing|Info)\0{3}[^\0\x02\x04\x06\x08\x0a\x0c\x0e]", re.DOTALL)
-"""What the first frame of an MP3 file has if it says how many frames there are."""
+"""The tag in the first frame of an MP3 file that says how many frames there are."""
 
 LOUDEST = 16
 """Largest sample: files of floats may exceed the full scale, 1, but not by more than 24 dB."""

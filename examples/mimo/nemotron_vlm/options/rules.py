@@ -116,7 +116,7 @@ OF_OWN_OPTIONS = [
                 or (r.args.load and not (r.args.no_load_optim or r.args.finetune))
             )
         ),
-        "its state of fp32 weights cannot be loaded again, and that of 16 bits not be saved",
+        "a checkpoint of fp32 weights cannot be loaded again, and 16-bit weights cannot be saved",
         "leave it out, or add --no-save-optim, and --no-load-optim",
         "--no-use-distributed-optimizer --save s",
     ),

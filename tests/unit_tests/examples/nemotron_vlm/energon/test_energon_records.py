@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Files of records as people have them: what their folders hold, and how they were written."""
+"""Files of records and folders of media, with what editors, libraries and systems add to them."""
 
 import base64
 import json
